@@ -33,9 +33,9 @@ _TURNS = 4
 _TRIPS_TO_FULL_SPEED = 6
 _LONGEST_TURN_S = 1.2
 _LEAST_PADDED_NBYTES = 10 * 1448
-"""What TCP sends before it has heard anything. Padding of which less arrives in a window says nothing of the line: its
-acknowledgements wait behind what goes the other way. Two peers with 8 Mbit/s and 60 ms, of which one had just fetched
-the state, took a line that showed a packet or two for one of 2 kB/s: the first exchange took 244 s instead of 0.6."""
+"""What TCP sends before it has heard anything. A window of padding in which less arrives says nothing of the line: its
+acknowledgements wait behind what goes the other way. Two peers with 8 Mbit/s and 60 ms met that when one of them had
+just fetched the state. They took the line for one of 2 kB/s; the first exchange took 244 s instead of 0.6."""
 _PART_OF_ALL = 0.1
 """A member that sends less than this part of an equal share does not send."""
 _OWN_LIMIT = 0.35
@@ -69,6 +69,12 @@ class _Seen:
     was_waiting: bool = False
     rates: deque[float] = field(default_factory=lambda: deque(maxlen=_WINDOWS_KEPT))
     is_only_padded: bool = True
+
+    def shown(self, rate: float, *, is_padding: bool) -> None:
+        """A window in which so much got through, bytes/s; nothing shows nothing."""
+        if rate > 0.0:
+            self.rates.append(rate)
+            self.is_only_padded &= is_padding
 
 
 class LinkMeter:
@@ -107,45 +113,42 @@ class LinkMeter:
             self._begin(now)
             return
         sent, received = 0, []
-        waited: dict[Bundle, float] = {}  # who had more to send all the while, and what got through
-        is_shown = False
+        waited: dict[PeerRef, int] = {}  # who had more to send all the while, and what got through
         for ref, bundle in self._bundles.items():
             seen = self._seen.setdefault(ref, _Seen())
             moved = bundle.bytes_delivered() - seen.sent
             sent += max(0, moved)  # a stream that is new has not delivered what the old one had
             received.append(max(0, bundle.bytes_received - seen.received))
             if seen.was_waiting and bundle.is_waiting and moved >= 0:
-                waited[bundle] = moved
-                if moved >= (_LEAST_PADDED_NBYTES if is_padding else 1):
-                    is_shown = True
-                    seen.rates.append(moved / seconds)
-                    seen.is_only_padded &= is_padding
+                waited[ref] = moved
         self._ease(waited, seconds)
-        if is_shown:
+        least = _LEAST_PADDED_NBYTES if is_padding else 1
+        if sum(waited.values()) >= least:
             self._sent.window(sent / seconds, is_padding=is_padding)
-        least = _LEAST_PADDED_NBYTES if is_padding else 0
-        if received and min(received) > max(least, _PART_OF_ALL * sum(received) / len(received)):
+            for ref, moved in waited.items():
+                self._seen[ref].shown(moved / seconds, is_padding=is_padding)
+        if sum(received) >= least and min(received) > _PART_OF_ALL * sum(received) / len(received):
             # What only some of them send is no limit of ours.
             self._received.window(sum(received) / seconds, is_padding=is_padding)
         for ref in [ref for ref in self._seen if ref not in self._bundles]:
             del self._seen[ref]
         self._begin(now)
 
-    def _ease(self, waited: Mapping[Bundle, float], seconds: float) -> None:
+    def _ease(self, waited: Mapping[PeerRef, int], seconds: float) -> None:
         """Raise the paces if they are all that holds us back.
 
         Args:
             waited: who had more to send all the while, and how many bytes got through.
             seconds: how long the window was.
         """
-        paced = {bundle: pace for bundle in self._bundles.values() if (pace := bundle.pace_now) is not None}
-        if not paced or any(bundle not in waited for bundle in paced):
+        paced = {ref: pace for ref, bundle in self._bundles.items() if (pace := bundle.pace_now) is not None}
+        if not paced or any(ref not in waited for ref in paced):
             self._brake.release()
         else:
-            carried = {bundle: waited[bundle] for bundle in paced}
-            allowed = {bundle: seconds * pace for bundle, pace in paced.items()}
-            for bundle in self._brake.window(carried, allowed):
-                bundle.raise_pace()
+            carried = {ref: float(waited[ref]) for ref in paced}
+            allowed = {ref: seconds * pace for ref, pace in paced.items()}
+            for ref in self._brake.window(carried, allowed):
+                self._bundles[ref].raise_pace()
 
     def paced_anew(self) -> None:
         """The bundles have other paces than in the windows before."""

@@ -18,6 +18,8 @@ from dataclasses import dataclass
 
 import pytest
 
+from scripts.wanlink.wan import Wan, WanError
+
 _HOLD = ("setpriv", "--pdeathsig", "KILL", "unshare", "--net", "sh", "-c", "echo; exec sleep 100000")
 
 
@@ -29,6 +31,15 @@ def why_impossible() -> str | None:
     except (OSError, subprocess.CalledProcessError) as error:
         return f"network namespaces need root, iproute2 and util-linux: {error}"
     return None
+
+
+def why_no_wan() -> str | None:
+    """Why this machine emulates no lines; None if it does."""
+    try:
+        with Wan(peers=2):
+            return None
+    except WanError as error:
+        return str(error)
 
 
 @dataclass(frozen=True)

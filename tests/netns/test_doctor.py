@@ -19,9 +19,9 @@ import pytest
 
 from isthmus.collective.core.address import candidates_of, split_address
 from isthmus.trainer.contact.ticket import encode_ticket, read_ticket
-from scripts.wanlink.wan import Wan, WanError
+from scripts.wanlink.wan import Wan
 from tests.multiprocess.run_harness import ISTHMUS, OPEN_END, Process, Run, assert_same_commits, now_s, running
-from tests.netns.machines import MARKS, World, two_behind_nats
+from tests.netns.machines import MARKS, World, two_behind_nats, why_no_wan
 from tests.unit.trainer.test_doctor_report import SCHEMA
 
 pytestmark = [*MARKS, pytest.mark.timeout(300)]
@@ -287,15 +287,7 @@ def _made(folder: Path) -> Path:
 # --------------------------------------------------------------------------------------------------- emulated lines
 
 
-def _why_no_wan() -> str | None:
-    try:
-        with Wan(peers=2):
-            return None
-    except WanError as error:
-        return str(error)
-
-
-NO_WAN = _why_no_wan()
+NO_WAN = why_no_wan()
 
 
 @pytest.mark.skipif(NO_WAN is not None, reason=str(NO_WAN))

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from scripts.wanlink.wan import Wan, WanError
+from scripts.wanlink.wan import Wan
 from tests.multiprocess.run_harness import OPEN_END, Process, Run, running
-from tests.netns.machines import MARKS
+from tests.netns.machines import MARKS, why_no_wan
 
 ROUND_TRIP_MS, MBIT, PAYLOAD_SHARE = 60, 8, 1448 / 1514
 INNER_STEPS = 10
@@ -32,15 +32,7 @@ port = "none"
 """
 
 
-def _why_no_wan() -> str | None:
-    try:
-        with Wan(peers=2):
-            return None
-    except WanError as error:
-        return str(error)
-
-
-NO_WAN = _why_no_wan()
+NO_WAN = why_no_wan()
 pytestmark = [*MARKS, pytest.mark.timeout(300), pytest.mark.skipif(NO_WAN is not None, reason=str(NO_WAN))]
 
 
@@ -89,7 +81,7 @@ def test_exchange_and_wait_are_as_long_as_planned(
         joiner = run.join(inside=wan.command(1, []))
         run.until_step(outer_steps, founder, joiner)
         both = (founder, joiner)
-        planned = _plan(run, _typical(both, "trained", "train_s") / inner_steps, *flags)["last"]
+        planned = _plan(run, _typical(both, "trained", "train_s") / inner_steps, *flags)["typical"]
         assert planned["inner_steps"] == inner_steps
         assert planned["sent_nbytes"] == pytest.approx(_typical(both, "round", "bytes_sent"), rel=0.1)
         for figure, event, key in (("exchange_s", "round", "seconds"), ("waiting_s", "trained", "wait_s")):

@@ -20,6 +20,7 @@ import pytest
 from scripts.wanlink import traffic
 from scripts.wanlink.scenario import Scenario, ScenarioError, Step
 from scripts.wanlink.wan import Wan, WanError
+from tests.netns.machines import why_no_wan
 
 ROOT = Path(__file__).resolve().parents[2]
 PAYLOAD_SHARE = 1448 / 1514
@@ -33,15 +34,7 @@ with socket.socket(type=socket.SOCK_DGRAM) as sender:
 """
 
 
-def why_impossible() -> str | None:
-    try:
-        with Wan(peers=2):
-            return None
-    except WanError as error:
-        return str(error)
-
-
-IMPOSSIBLE = why_impossible()
+IMPOSSIBLE = why_no_wan()
 pytestmark = [pytest.mark.netns, pytest.mark.skipif(IMPOSSIBLE is not None, reason=str(IMPOSSIBLE))]
 
 

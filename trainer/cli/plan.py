@@ -2,6 +2,7 @@
 """The command that says what a run will take before there is one."""
 
 import asyncio
+import math
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -61,7 +62,7 @@ def plan(
     max_download: MaxDownload = None,
     as_json: AsJson = False,
 ) -> int:
-    """Say what a run will take over given links: bytes, waiting, time, memory. Starts nothing."""
+    """Say what a run will take over given links: bytes, waiting, time, memory. Founds nothing."""
     resolved = resolve(
         context,
         files=config,
@@ -94,7 +95,7 @@ def _links(link: str | None, config: "Config") -> "Links":
     if not slash:
         raise ConfigError(f"--link {link!r} has no round trip", cure=_LINK_CURE)
     rate = _quantity("--link", rate_text, parse_rate)
-    round_trip_s = _quantity("--link", round_trip_text, parse_seconds)
+    round_trip_s = _quantity("--link", round_trip_text, parse_seconds, may_be_zero=True)
     node = config.node
     return Links(
         upload=min(rate, node.max_upload_bytes_per_s or rate),
@@ -103,13 +104,14 @@ def _links(link: str | None, config: "Config") -> "Links":
     )
 
 
-def _quantity(flag: str, text: str, parse: "Callable[[object], object]") -> float:
+def _quantity(flag: str, text: str, parse: "Callable[[object], object]", *, may_be_zero: bool = False) -> float:
     try:
         value = parse(text)
     except ValueError as error:
         raise ConfigError(f"{flag}: {text!r} cannot be read", cure=str(error)) from error
-    if not isinstance(value, int | float) or value <= 0:
-        raise ConfigError(f"{flag}: {text!r} must be above zero")
+    assert isinstance(value, int | float)
+    if not math.isfinite(value) or value < 0 or (value == 0 and not may_be_zero):
+        raise ConfigError(f"{flag}: {text!r} is not possible", cure="give a number above zero")
     return float(value)
 
 

@@ -18,7 +18,7 @@ from isthmus.trainer.config.outer_method import fragment_table, tokens_per_sampl
 from isthmus.trainer.config.settings import Config
 from isthmus.trainer.config.wiring import with_vocabulary
 from isthmus.trainer.data.text import vocabulary_here
-from isthmus.trainer.errors import ConfigError
+from isthmus.trainer.errors import ConfigError, EnvironmentFault
 from isthmus.trainer.forecast.report import Better, Need, OuterStep, Plan, WithInnerSteps
 from isthmus.trainer.forecast.timeline import Step, Timeline, timeline
 from isthmus.trainer.forecast.trial import timed
@@ -45,8 +45,13 @@ async def plan(config: Config, links: Links, *, step_s: float | None, folder: Pa
     peers = config.members.start_peers
     if peers < 2:
         raise ConfigError("one peer exchanges nothing", cure="say how many there will be: --peers 4")
-    config = with_base_model(config)
-    config = with_vocabulary(config, *vocabulary_here(config))
+    if config.is_loops and step_s is None:
+        raise ConfigError("the inner steps of a loop of one's own cannot be timed here", cure="give --step 800ms")
+    if not config.is_loops:
+        if config.data_path is not None and not config.data_path.exists():
+            raise ConfigError(f"there is no text at {config.data_path}", cure="name another one", key="data.path")
+        config = with_base_model(config)
+        config = with_vocabulary(config, *vocabulary_here(config))
     table = fragment_table(config.model)
     source = "given"
     if step_s is None:
@@ -63,8 +68,8 @@ async def plan(config: Config, links: Links, *, step_s: float | None, folder: Pa
         round_trip_s=links.round_trip_s,
         step_s=step_s,
         step_source=source,
-        first=_told(line.first),
-        last=_told(line.last),
+        typical=_told(line.typical),
+        largest=_told(line.largest),
         goodput=line.goodput,
         seconds=line.seconds,
         outer_steps=config.run.outer_steps,
@@ -80,9 +85,9 @@ async def plan(config: Config, links: Links, *, step_s: float | None, folder: Pa
 def _told(step: Step) -> OuterStep:
     return OuterStep(
         inner_steps=step.inner_steps,
-        codec=step.exchange.codec,
-        sent_nbytes=round(step.exchange.sent_nbytes),
-        exchange_s=step.exchange.exchange_s,
+        codec=step.codec,
+        sent_nbytes=round(step.sent_nbytes),
+        exchange_s=step.exchange_s,
         waiting_s=step.waiting_s,
     )
 
@@ -106,7 +111,8 @@ def _better(config: Config, links: Links, model: Model, line: Timeline) -> Bette
     pick = recommend(links, model, config.members.start_peers).pick
     settings = _settings_of(pick)
     outer_steps = max(1, line.inner_steps * pick.num_fragments // pick.inner_steps)
-    outer = outer_section(pick.method).model_validate({"guard": config.outer.guard, **settings})
+    kept = {"guard": config.outer.guard, "error_feedback": config.outer.error_feedback}
+    outer = outer_section(pick.method).model_validate(kept | settings)
     try:
         other = _of_length(config, outer, outer_steps)
         goodput = timeline(other, links, model.inner_step_s).goodput
@@ -122,8 +128,12 @@ def _better(config: Config, links: Links, model: Model, line: Timeline) -> Bette
 
 def _published(penalty: Penalty) -> str:
     peers = "" if penalty.peers is None else f"{penalty.peers} peers"
-    found = ", ".join(filter(None, (penalty.setting, peers, penalty.source)))
-    return found if penalty.loss is None else f"{penalty.loss:+.3f} beside data parallel ({found})"
+    source = f"arXiv:{penalty.source}" if penalty.source[:4].isdigit() else penalty.source
+    found = ", ".join(filter(None, (penalty.setting, peers, source)))
+    if penalty.loss is None:
+        return found
+    side = "above" if penalty.loss >= 0.0 else "below"
+    return f"{abs(penalty.loss):.3f} {side} data parallel's ({found})"
 
 
 def _settings_of(pick: Candidate) -> dict[str, object]:
@@ -139,8 +149,12 @@ def _of_length(config: Config, outer: OuterSection, outer_steps: int) -> Config:
 
 
 def _needs(config: Config, folder: Path) -> tuple[Need, ...]:
-    on_gpu = computes_on_gpu(config)
-    needs, room = needs_of(config, on_gpu=on_gpu), room_here(config, folder, on_gpu=on_gpu)
+    """Of this machine; of a GPU that is asked for and not there, what another machine would need."""
+    try:
+        on_gpu = is_here = not config.is_loops and computes_on_gpu(config)
+    except EnvironmentFault:
+        on_gpu, is_here = True, False
+    needs, room = needs_of(config, on_gpu=on_gpu), room_here(config, folder, on_gpu=is_here)
     told = [Need(name="memory", nbytes=needs.host, free_nbytes=room.host)]
     if on_gpu:
         told.append(Need(name="each GPU", nbytes=needs.device, free_nbytes=room.device))

@@ -10,20 +10,24 @@ from typing import Final, Literal
 import msgspec
 
 from isthmus.trainer.config.quantities import format_rate, format_seconds, rounded_nbytes
+from isthmus.trainer.record.status import count
 from isthmus.trainer.record.summary import format_duration
 
 SCHEMA: Final = "isthmus.plan/1"
 _DAY_S: Final = 86_400
 _MARGIN: Final = 14
-_AT_FIRST: Final = 1.5
-"""How much more the first outer step must send than the last to be told; fragments differ by less."""
+_MUCH: Final = 1.5
+"""How much more than a typical one the largest outer step must send to be told; fragments differ by less."""
 
 
 class OuterStep(msgspec.Struct, frozen=True, kw_only=True):
-    """One outer step. `sent_nbytes` by each peer, which receives as many; the workers stand still for `waiting_s`."""
+    """One outer step, or the mean of several. The workers stand still for `waiting_s`.
+
+    `sent_nbytes` by each peer, which receives as many.
+    """
 
     codec: str
-    inner_steps: int
+    inner_steps: float
     sent_nbytes: int
     exchange_s: float
     waiting_s: float
@@ -37,7 +41,7 @@ class WithInnerSteps(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Better(msgspec.Struct, frozen=True, kw_only=True):
-    """A method that would spend more of the time in inner steps, as flags; `loss` says what is published of it."""
+    """A method whose workers would wait less, as flags; whether its loss is as good, `loss` says from publications."""
 
     flags: str
     goodput: float
@@ -55,8 +59,8 @@ class Need(msgspec.Struct, frozen=True, kw_only=True):
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
     """A run, as it will be if all goes well. `goodput`: the share of the time that goes into inner steps.
 
-    `step_source`: "given", or the device that the inner step was timed on. `last` is an outer step of the long run;
-    `first` is one that exchanges more, where a method begins so.
+    `step_source`: "given", or the device that the inner step was timed on. `typical` is the mean of the second half of
+    the outer steps, `largest` the one that sends most: methods may exchange more at first, or now and then.
     """
 
     schema: Literal["isthmus.plan/1"] = SCHEMA
@@ -68,8 +72,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     round_trip_s: float
     step_s: float
     step_source: str
-    first: OuterStep
-    last: OuterStep
+    typical: OuterStep
+    largest: OuterStep
     goodput: float
     seconds: float
     outer_steps: int
@@ -83,20 +87,20 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
 
 def render(plan: Plan) -> str:
     """For people."""
-    first, last = plan.first, plan.last
+    typical, largest = plan.typical, plan.largest
     lines = [
-        ("run", f"{plan.method}, {last.codec}, {plan.num_parameters:,} parameters, {plan.num_peers} peers"),
+        ("run", f"{plan.method}, {typical.codec}, {plan.num_parameters:,} parameters, {plan.num_peers} peers"),
         ("links", f"{_line(plan)}, {format_seconds(plan.round_trip_s)} there and back"),
         ("inner step", f"{plan.step_s:.3g} s, {plan.step_source}"),
-        ("outer step", f"{_inner_steps(last.inner_steps)}, {_seconds(last.inner_steps * plan.step_s)}"),
-        ("exchange", f"{_exchange(last)}"),
+        ("outer step", f"{_inner_steps(typical.inner_steps)}, {_seconds(typical.inner_steps * plan.step_s)}"),
+        ("exchange", _exchange(typical)),
     ]
-    if first.sent_nbytes > _AT_FIRST * last.sent_nbytes:
-        lines.append(("at first", f"{first.codec}, {_exchange(first)}"))
+    if largest.sent_nbytes > _MUCH * typical.sent_nbytes:
+        lines.append(("the largest", f"{largest.codec}, {_exchange(largest)}"))
     lines.append(("goodput", f"{plan.goodput:.1%} of the time goes into inner steps"))
     if plan.by_inner_steps:
         told = ", ".join(f"{other.inner_steps}: {other.goodput:.1%}" for other in plan.by_inner_steps)
-        lines.append(("goodput by H", told))
+        lines.append(("", f"with other numbers of inner steps: {told}"))
     a_day = rounded_nbytes(round(plan.sent_nbytes / plan.seconds * _DAY_S))
     lines += [
         ("traffic", f"{a_day} a day sent by each peer, and as much received"),
@@ -108,8 +112,8 @@ def render(plan: Plan) -> str:
         ("this machine", ", ".join(map(_need, plan.needs))),
     ]
     if plan.better is not None:
-        lines.append(("better here", f"{plan.better.goodput:.1%} with {plan.better.flags}"))
-        lines.append(("", f"published of its loss: {plan.better.loss}"))
+        lines.append(("waits less", f"{plan.better.goodput:.1%} with {plan.better.flags}"))
+        lines.append(("", f"its loss in publications: {plan.better.loss}"))
     return "\n".join(name.ljust(_MARGIN) + text for name, text in lines)
 
 
@@ -119,18 +123,18 @@ def _line(plan: Plan) -> str:
 
 
 def _exchange(step: OuterStep) -> str:
-    waits = f"the workers wait {_seconds(step.waiting_s)}" if step.waiting_s else "the workers do not wait"
+    waits = f"the workers wait {_seconds(step.waiting_s)} for each" if step.waiting_s else "the workers do not wait"
     sent = rounded_nbytes(step.sent_nbytes)
     return f"{sent} sent by each peer, and as much received, in {_seconds(step.exchange_s)}; {waits}"
 
 
 def _need(need: Need) -> str:
     free = "unknown" if need.free_nbytes is None else rounded_nbytes(need.free_nbytes)
-    return f"{need.name} {rounded_nbytes(need.nbytes)} of {free} free"
+    return f"needs {rounded_nbytes(need.nbytes)} of {need.name} ({free} free)"
 
 
-def _inner_steps(number: int) -> str:
-    return "1 inner step" if number == 1 else f"{number:,} inner steps"
+def _inner_steps(number: float) -> str:
+    return "1 inner step" if number == 1 else f"{number:,.4g} inner steps"
 
 
 def _seconds(seconds: float) -> str:
@@ -139,4 +143,4 @@ def _seconds(seconds: float) -> str:
 
 def _long(seconds: float) -> str:
     days, rest = divmod(round(seconds), _DAY_S)
-    return f"{days:,} days {format_duration(rest)}" if days else format_duration(seconds)
+    return f"{count(days, 'day')} {format_duration(rest)}" if days else format_duration(seconds)

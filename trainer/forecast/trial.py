@@ -61,6 +61,7 @@ async def timed(config: Config, num_parameters: int) -> Trial:
             device=node.device,
             num_threads=node.threads or None,
             log_dir=Path(folder),
+            hang_timeout_s=node.hang_timeout_s,
         ) as pool:
             await pool.load()
             return Trial(step_s=await _median_s(pool, config.inner.batch_size), device=pool.devices[0])

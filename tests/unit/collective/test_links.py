@@ -192,6 +192,11 @@ def test_padding_of_which_a_packet_or_two_arrived_says_nothing_of_the_line():
     assert seen_of((1.448, 0), (0, 2.896)).sent > 0.0, "of what was to be sent it counts"
 
 
+def test_padding_of_many_paths_counts_together_since_they_share_the_line():
+    seen = seen_of((2.896,) * 15, (2.896,) * 15, is_padding=True)
+    assert seen.sent == pytest.approx(15 * 2.896 / WINDOW_S)
+
+
 def test_what_is_received_while_only_some_send_is_no_limit():
     assert seen_of((100, 0, 0), (100, 2, 0), (0, 0, 100), (0, 100, 0)).received == 0.0
     assert seen_of((100, 90, 80), (100, 5, 80)).received == 0.0, "once may be a chance"
