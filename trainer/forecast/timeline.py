@@ -31,7 +31,7 @@ from isthmus.trainer.config.settings import Config
 HOST_S_A_VALUE: Final = 6.4e-9
 """Beyond the exchange, seconds a value of an outer step: `scripts/bench outer`, two EPYC cores, 50 M and 150 M."""
 _WALKED: Final = 2000
-"""Outer steps that are looked at; a longer run is taken to go on as the last half of these."""
+"""Outer steps that are looked at; a longer run is taken to go on as the second half of these."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,25 +107,15 @@ def timeline(config: Config, links: Links, step_s: float) -> Timeline:
     walk = _Walk(config, links, step_s)
     total = config.run.outer_steps
     walked = min(total, _WALKED)
-    marks = {}  # at the middle and at the end: seconds, inner steps, bytes
-    steps = []
-    for number in range(1, walked + 1):
-        steps.append(walk.go(number))
-        if number in (walked // 2, walked):
-            marks[number] = (walk.now_s, walk.inner_step, walk.sent_nbytes)
-    end_s, inner_steps, sent = walk.landed_s(), walk.inner_step, walk.sent_nbytes
-    if total > walked:
-        half = [end - middle for end, middle in zip(marks[walked], marks[walked // 2], strict=True)]
-        more = (total - walked) / (walked - walked // 2)
-        end_s += more * half[0]
-        inner_steps += round(more * half[1])
-        sent += more * half[2]
+    steps = [walk.go(number) for number in range(1, walked + 1)]
+    typical, rest = _mean(steps[walked // 2 :]), total - walked
+    inner_steps = walk.inner_step + round(rest * typical.inner_steps)
     return Timeline(
-        seconds=end_s,
+        seconds=walk.landed_s() + rest * (typical.inner_steps * step_s + typical.waiting_s),
         computing_s=inner_steps * step_s,
         inner_steps=inner_steps,
-        sent_nbytes=sent,
-        typical=_mean(steps[len(steps) // 2 :]),
+        sent_nbytes=walk.sent_nbytes + rest * typical.sent_nbytes,
+        typical=typical,
         largest=max(steps, key=lambda step: step.sent_nbytes),
     )
 
