@@ -99,17 +99,25 @@ class Dashboard(App[None]):
     async def _follow(self) -> None:
         """Ask once a second until the page is closed, or the peer has ended."""
         while True:
-            try:
-                status, peers = await asyncio.to_thread(self._look)
-            except NothingRuns as end:
-                self._tell(f"{end}; q ends this page")
+            answer = await asyncio.to_thread(self._answer)
+            if not self.is_running:
+                return  # the page was closed meanwhile, and has no parts any more
+            if isinstance(answer, NothingRuns):
+                self._tell(f"{answer}; q ends this page")
                 return
-            except NobodyReachable as silence:
-                self._tell(f"{silence}")
+            if isinstance(answer, NobodyReachable):
+                self._tell(f"{answer}")
             else:
                 self._tell("")
-                self.show(status, peers)
+                self.show(*answer)
             await asyncio.sleep(self._look_s)
+
+    def _answer(self) -> tuple[Status, Sequence[PeerStatus]] | NobodyReachable:
+        """What the peer says, or why it does not."""
+        try:
+            return self._look()
+        except NobodyReachable as silence:
+            return silence
 
     def _tell(self, sentence: str) -> None:
         notice = self.query_one("#notice", Static)

@@ -1,11 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """`isthmus top`: its page over a daemon's control socket, driven by textual's own pilot."""
 
+import asyncio
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 from msgspec.structs import replace
+from textual.screen import Screen
 from textual.widgets import DataTable, Sparkline, Static
 
 from isthmus.trainer.cli.app import run
@@ -102,6 +105,31 @@ async def test_a_peer_that_does_not_answer_is_told_and_asked_again() -> None:
     assert "did not answer" in told[0][0]
     assert told[0][1]
     assert told[-1][1]
+
+
+@pytest.mark.parametrize("is_silent", [True, False], ids=["no answer", "an answer"])
+async def test_a_page_that_is_closed_while_the_peer_is_asked_ends_in_order(is_silent: bool) -> None:
+    is_asked, is_closed = threading.Event(), threading.Event()
+
+    def look() -> tuple[Status, Sequence[PeerStatus]]:
+        is_asked.set()
+        is_closed.wait(60.0)
+        if is_silent:
+            raise NobodyReachable("the daemon in runs/x did not answer in 2 s")
+        return at_step(6), ()
+
+    class Emptied(Screen[None]):
+        async def on_unmount(self) -> None:
+            """Of the parts of the page none is left."""
+            is_closed.set()
+            await asyncio.sleep(0.2)
+
+    class Closing(Dashboard):
+        def get_default_screen(self) -> Screen[None]:
+            return Emptied(id="_default")
+
+    async with Closing(look, look_s=0.01).run_test():
+        await asyncio.to_thread(is_asked.wait, 60.0)
 
 
 async def test_the_end_of_the_peer_stays_on_the_page(tmp_path: Path) -> None:
