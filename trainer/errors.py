@@ -152,6 +152,18 @@ class NotOurs(EnvironmentFault):
         super().__init__(f"user {os.geteuid()} may not read {folder}", cure=f"run this command as {owner}")
 
 
+def require_ours(path: Path) -> None:
+    """See that this user may look into a folder, if it is there.
+
+    Raises:
+        NotOurs: it, or one that it lies in, is closed. Python's own look at it would raise PermissionError.
+    """
+    as_effective = os.access in os.supports_effective_ids
+    for folder, rights in (*((parent, os.X_OK) for parent in reversed(path.parents)), (path, os.R_OK | os.X_OK)):
+        if os.path.isdir(folder) and not os.access(folder, rights, effective_ids=as_effective):
+            raise NotOurs(folder)
+
+
 class NobodyReachable(IsthmusError):
     """Nobody answers."""
 

@@ -20,7 +20,7 @@ from tests.unit.trainer.tiny_models import tiny_model
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(300)]
 
-ENVIRONMENT, REFUSED = 3, 5
+USAGE, ENVIRONMENT, REFUSED = 2, 3, 5
 STEPS = 6
 TOKENS = torch.arange(32).reshape(2, 16) * 7 % 256
 CONFIG = f"""
@@ -133,11 +133,13 @@ def test_of_a_qwen_s_adapters_nothing_else_is_exchanged(tmp_path: Path) -> None:
         audited(run, founder, joiner)
         out, adapters = _exported(run, founder), _exported(run, founder, "--adapters")
         elsewhere = run.command("export", "--dir", str(joiner.directory), "--base", str(tmp_path / "other"))
+        beside = run.command("export", "--adapters", "--dir", str(founder.directory), "--out", str(out))
     assert refused.code == REFUSED
     assert "is not the run's base model: its weights differ; copy the run's base model" in refused.sentences[-1]
     assert lacking.code == ENVIRONMENT
     assert "there is no folder /nowhere; copy the run's base model" in lacking.sentences[-1]
     assert elsewhere.code == REFUSED
+    assert (beside.code, "holds a whole model" in beside.err) == (USAGE, True)
     # 2 layers × (q: 2 × 32 + 64 × 2, v: 2 × 32 + 32 × 2) values, in int8 a byte each; a message is up to 4 kB.
     numel = 2 * (2 * 32 + 64 * 2 + 2 * 32 + 32 * 2)
     whole = sum(one.numel() for one in base.parameters())

@@ -76,6 +76,28 @@ def test_two_peers_of_two_workers_go_on_exactly_where_three_of_one_worker_were(t
     assert own.steps()[-1] == CheckpointStore(last.directory / FOLDER_NAME, keep=1).steps()[-1] == last.step
 
 
+def test_a_peer_in_the_folder_of_an_older_run_keeps_and_exports_what_its_new_one_made(tmp_path: Path) -> None:
+    with running(tmp_path) as run:
+        flags = ("--peers", "2", "--min-peers", "2", "--checkpoint.keep", "2")
+        peers = [run.found("--outer-steps", "9", "--checkpoint.every", "3", *flags)]
+        run.wait_for_ticket()
+        peers.append(run.join())
+        assert run.until_ended(*peers) == [0, 0], run.story()
+        again = [run.found("--outer-steps", "2", "--checkpoint.every", "1", *flags)]
+        run.wait_for_ticket()
+        again.append(run.join(folder=peers[1].directory))
+        assert run.until_ended(*again) == [0, 0], run.story()
+        out = str(tmp_path / "model")
+        exported = json.loads(run.command("export", "--json", "--dir", str(again[1].directory), "--out", out).out)
+        assert run.command("ckpt", "verify", "--dir", str(again[1].directory)).code == 0
+    (run_id,) = {event["run_id"] for event in again[0].events("started")}
+    assert (exported["run_id"], exported["outer_step"]) == (run_id, 2)
+    store = CheckpointStore(again[1].directory / FOLDER_NAME, keep=9)
+    assert [store.run_of(step) for step in store.steps()] == [run_id, run_id]
+    aside = CheckpointStore(again[1].directory / "lineage-1" / FOLDER_NAME, keep=9)
+    assert aside.steps() == (6, 9)
+
+
 def look_at_checkpoints(run: Run, folder: Path) -> None:
     """`isthmus ckpt` in the folder of a peer that has ended."""
     listed = json.loads(run.command("ckpt", "list", "--json", "--dir", str(folder)).out)

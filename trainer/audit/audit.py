@@ -31,7 +31,8 @@ from isthmus.trainer.audit.checkpoints import SavedState, audit_checkpoints, rea
 from isthmus.trainer.audit.logs import Deviant, Log, MissingLogs, audit_logs, deviants, missing_logs, read_logs
 from isthmus.trainer.checkpoint.certificates import FILE_NAME as CERTIFICATES_NAME
 from isthmus.trainer.checkpoint.checkpoint import FOLDER_NAME
-from isthmus.trainer.errors import ConfigError, EnvironmentFault
+from isthmus.trainer.errors import ConfigError, EnvironmentFault, require_ours
+from isthmus.trainer.files import RUN_NAME
 from isthmus.trainer.record.event_log import FILE_NAME, has_events
 from isthmus.trainer.run.founding import JOURNAL_NAME, find_authorities
 
@@ -90,7 +91,7 @@ def audit_runs(given: Sequence[Path]) -> list[RunAudit]:
 
     Raises:
         ConfigError: a folder is none, or there is no journal.
-        EnvironmentFault: a file cannot be read.
+        EnvironmentFault: a file cannot be read, or a folder is another user's.
     """
     folders = [folder for path in given for folder in _peers_folders(path)]
     try:
@@ -108,10 +109,21 @@ def audit_runs(given: Sequence[Path]) -> list[RunAudit]:
         cure = f"name the folder of its founder or coordinator too, where {JOURNAL_NAME} is"
         raise ConfigError(f"there is no journal in {names}", cure=cure)
     evidence = _Evidence(folders=tuple(folders), logs=logs, missing=missing, saved=saved, kept=kept)
-    run_ids = sorted({reading.run_id for reading in readings if reading.run_id is not None})
-    if len(run_ids) <= 1:
-        return [_audit_run(readings, evidence)]
-    return [_audit_run([item for item in readings if item.run_id == run_id], evidence) for run_id in run_ids]
+    return [_audit_run(lot, evidence) for lot in _by_run(readings)]
+
+
+def _by_run(readings: Sequence[JournalReading]) -> list[list[JournalReading]]:
+    """The journals of each run. One that does not say its run, nor the file beside it, is that of the only run here."""
+    lots: dict[str, list[JournalReading]] = {}
+    nameless = []
+    for reading in readings:
+        run_id = reading.run_id or _run_named_beside(reading.path)
+        nameless.append(reading) if run_id is None else lots.setdefault(run_id, []).append(reading)
+    known = [lots[run_id] for run_id in sorted(lots)]
+    if len(known) <= 1:
+        return [[*(reading for lot in known for reading in lot), *nameless]]
+    # Found before: beside two runs a destroyed journal was left out, and the audit held.
+    return [*known, *([reading] for reading in nameless)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -157,11 +169,14 @@ def _audit_run(readings: Sequence[JournalReading], evidence: _Evidence) -> RunAu
 
 def _peers_folders(path: Path) -> list[Path]:
     """The folder itself, or, if it is no peer's folder, those in it: the demo's has all peers' events and no more."""
+    require_ours(path)
     if not path.is_dir():
         what = "is no folder" if path.exists() else "does not exist"
         raise ConfigError(f"{path} {what}", cure="name the folders of the run's peers, such as runs/NAME")
     if _holds_state(path):
         return [path]
+    for folder in path.iterdir():
+        require_ours(folder)
     inner = [folder for folder in sorted(path.iterdir()) if _holds_state(folder) or has_events(folder / FILE_NAME)]
     return inner or ([path] if has_events(path / FILE_NAME) else [])
 
@@ -200,13 +215,18 @@ class _Named(msgspec.Struct):
     run_id: str
 
 
-def _misnamed(reading: JournalReading) -> Iterator[Finding]:
-    path = reading.path.with_name("run.json")
+def _run_named_beside(journal: Path) -> str | None:
     with contextlib.suppress(OSError, UnicodeError, msgspec.MsgspecError):
-        run_id = msgspec.json.decode(path.read_bytes(), type=_Named).run_id
-        if reading.run_id is not None and reading.run_id != run_id:
-            said = f"the journal {reading.path} is of run {reading.run_id}, {path} says {run_id}"
-            yield Finding(invariant="I9", slot=None, sentence=said)
+        return msgspec.json.decode(journal.with_name(RUN_NAME).read_bytes(), type=_Named).run_id
+    return None
+
+
+def _misnamed(reading: JournalReading) -> Iterator[Finding]:
+    run_id = _run_named_beside(reading.path)
+    if None not in (reading.run_id, run_id) and reading.run_id != run_id:
+        path = reading.path.with_name(RUN_NAME)
+        said = f"the journal {reading.path} is of run {reading.run_id}, {path} says {run_id}"
+        yield Finding(invariant="I9", slot=None, sentence=said)
 
 
 def _forks(journal: JournalReading, readings: Sequence[JournalReading]) -> Iterator[Finding]:

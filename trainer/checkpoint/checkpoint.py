@@ -5,6 +5,7 @@
 
     checkpoints/step-00000012/
         state.safetensors     fp32 tensors by name
+        tokenizer.json        of the run's text; none where tokens are bytes
         manifest.json         step, digests, sizes, run manifest, data position
 
 Rules: a checkpoint appears whole or not at all (written beside its place, flushed, renamed); nothing is used before
@@ -37,9 +38,11 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from isthmus.elastic.core.messages import IndexRange, Natural
+from isthmus.trainer.checkpoint.lineages import set_aside
 from isthmus.trainer.checkpoint.tensor_files import write_tensors
-from isthmus.trainer.errors import CheckpointCorrupted, CheckpointFailed, ConfigError
+from isthmus.trainer.errors import CheckpointCorrupted, CheckpointFailed, ConfigError, require_ours
 from isthmus.trainer.files import PRIVATE_FOLDER_MODE, make_private_folder, sync_folder, write_atomically
+from isthmus.trainer.model.model_folder import TOKENIZER_NAME
 
 log = logging.getLogger(__name__)
 
@@ -51,6 +54,7 @@ _STEP_FOLDER = re.compile(r"step-(\d{8,16})")
 _TENSOR_NAME = re.compile(r"[a-z0-9_][a-z0-9_./-]{0,254}", re.IGNORECASE)
 _PARTIAL_PREFIX = ".partial-"
 _MAX_MANIFEST_NBYTES = 16 << 20
+_CHANGED = "was changed since it was written (its SHA-256 differs)"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,6 +88,12 @@ class Checkpoint:
     meta: CheckpointMeta
     tensors: Mapping[str, Tensor]
 
+    @property
+    def tokenizer(self) -> Path | None:
+        """That of the run's text, beside the tensors or, in an older checkpoint, in the peer's folder; None: bytes."""
+        places = (folder / TOKENIZER_NAME for folder in (self.path, self.path.parent.parent))
+        return next((place for place in places if place.is_file()), None)
+
 
 _Sha256 = Annotated[str, Meta(pattern=r"^[0-9a-f]{64}\Z")]
 
@@ -91,7 +101,8 @@ _Sha256 = Annotated[str, Meta(pattern=r"^[0-9a-f]{64}\Z")]
 class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """`manifest.json`. `check` is the SHA-256 of the canonical JSON of everything else.
 
-    Anybody can compute that. Who has signed for the state is in `certificate`, which is left out where there is none.
+    Anybody can compute that. Who has signed for the state is in `certificate`, which is left out where there is none,
+    as `tokenizer_sha256` is.
     """
 
     format: Literal["isthmus-checkpoint/1"] = "isthmus-checkpoint/1"
@@ -104,6 +115,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     next_index: Natural
     returned: tuple[IndexRange, ...]
     certificate: bytes | msgspec.UnsetType = msgspec.UNSET
+    tokenizer_sha256: _Sha256 | msgspec.UnsetType = msgspec.UNSET
     check: str = ""
 
     def sealed(self) -> "Manifest":
@@ -141,6 +153,13 @@ class CheckpointStore:
         matches = (_STEP_FOLDER.fullmatch(entry.name) for entry in self._folder.iterdir())
         return tuple(sorted(int(match[1]) for match in matches if match is not None))
 
+    def run_of(self, outer_step: int) -> str | None:
+        """Of which run a checkpoint is; None if it does not say so."""
+        try:
+            return read_manifest(self.path_of(outer_step) / MANIFEST_NAME).run_id
+        except CheckpointCorrupted:
+            return None
+
     def save(self, meta: CheckpointMeta, tensors: Mapping[str, Tensor]) -> Path:
         """Write a checkpoint, then remove those that are too many.
 
@@ -165,6 +184,7 @@ class CheckpointStore:
             make_private_folder(self._folder)
             partial.mkdir(mode=PRIVATE_FOLDER_MODE)
             nbytes, sha256 = write_tensors(partial / STATE_NAME, tensors)
+            tokenizer_sha256 = self._copy_tokenizer(partial)
             manifest = Manifest(
                 run_id=meta.run_id,
                 outer_step=meta.outer_step,
@@ -175,11 +195,12 @@ class CheckpointStore:
                 next_index=meta.next_index,
                 returned=meta.returned,
                 certificate=meta.certificate or msgspec.UNSET,
+                tokenizer_sha256=tokenizer_sha256 or msgspec.UNSET,
             ).sealed()
             content = msgspec.json.format(msgspec.json.encode(manifest, order="sorted"), indent=1)
             write_atomically(partial / MANIFEST_NAME, content)
             self._put_in_place(partial, place)
-            self._remove_newer(meta)
+            self._clear_newer(meta)
             self._prune()
         except OSError as error:
             shutil.rmtree(partial, ignore_errors=True)
@@ -194,17 +215,22 @@ class CheckpointStore:
         """
         return load_checkpoint(self.path_of(outer_step))
 
-    def load_newest(self) -> Checkpoint | None:
+    def load_newest(self, *, run_id: str | None = None) -> Checkpoint | None:
         """The newest checkpoint that is whole; a damaged one is left where it is and warned of.
 
+        Args:
+            run_id: of which run; None: of any.
+
         Returns:
-            None where there has never been a checkpoint.
+            None where there has never been such a checkpoint.
 
         Raises:
             CheckpointCorrupted: there are checkpoints, and none is whole. Names the newest one's fault.
         """
         faults: list[CheckpointCorrupted] = []
         for outer_step in reversed(self.steps()):
+            if run_id is not None and self.run_of(outer_step) not in (run_id, None):
+                continue
             try:
                 return self.load(outer_step)
             except CheckpointCorrupted as fault:
@@ -219,6 +245,15 @@ class CheckpointStore:
         others = f", and {len(faults) - 1} earlier ones are damaged too" if len(faults) > 1 else ""
         raise CheckpointCorrupted(faults[0].path, faults[0].reason + others, cure="resume from another peer's folder")
 
+    def _copy_tokenizer(self, partial: Path) -> str | None:
+        """A checkpoint that is copied elsewhere has it with it. Its SHA-256; None: the peer's folder has none."""
+        try:
+            content = (self._folder.parent / TOKENIZER_NAME).read_bytes()
+        except FileNotFoundError:
+            return None
+        write_atomically(partial / TOKENIZER_NAME, content)
+        return hashlib.sha256(content).hexdigest()
+
     def _put_in_place(self, partial: Path, place: Path) -> None:
         """Rename; a checkpoint of the same step (of a run that went back to an earlier one) gives way."""
         sync_folder(partial)
@@ -229,13 +264,16 @@ class CheckpointStore:
         sync_folder(self._folder)
         shutil.rmtree(replaced, ignore_errors=True)
 
-    def _remove_newer(self, meta: CheckpointMeta) -> None:
-        """What this run has of later steps is of commits that it gave up when it went back."""
-        for outer_step in self.steps():
-            if outer_step > meta.outer_step:
-                with contextlib.suppress(CheckpointCorrupted):
-                    if read_manifest(self.path_of(outer_step) / MANIFEST_NAME).run_id == meta.run_id:
-                        self.remove(outer_step)
+    def _clear_newer(self, meta: CheckpointMeta) -> None:
+        """What this run has of later steps is of commits that it gave up when it went back; other runs' is put aside.
+
+        Found before: in a folder with another run's checkpoints of later steps each new one was pruned at once.
+        """
+        newer = [step for step in self.steps() if step > meta.outer_step]
+        others = [step for step in newer if self.run_of(step) != meta.run_id]
+        set_aside(self._folder.parent, [self.path_of(step) for step in others])
+        for outer_step in {*newer} - {*others}:
+            self.remove(outer_step)
 
     def _prune(self) -> None:
         for outer_step in self.steps()[: -self._keep]:
@@ -267,12 +305,16 @@ def load_resumed(path: Path) -> Checkpoint:
     Raises:
         ConfigError: there is none.
         CheckpointCorrupted: none is whole.
+        NotOurs: this user may not look there.
     """
+    require_ours(path)
     if path.is_dir() and _STEP_FOLDER.fullmatch(path.resolve().name) is not None:
         return load_checkpoint(path)
     newest = CheckpointStore(find_checkpoints(path), keep=1).load_newest()
     if newest is None:
-        raise ConfigError(f"{path} holds no checkpoint", cure="name the folder of a peer, or one checkpoint")
+        aside = sorted(path.glob(f"lineage-*/{FOLDER_NAME}"))
+        other = f"those that were put aside are in {aside[-1].parent}" if aside else "name the folder of a peer"
+        raise ConfigError(f"{path} holds no checkpoint", cure=f"{other}, or name one checkpoint")
     return newest
 
 
@@ -297,14 +339,10 @@ def newest_usable(path: Path, *, run_id: str | None = None) -> Checkpoint | None
     If the others have newer, the peer replays or fetches the rest.
     """
     try:
-        newest = CheckpointStore(path / FOLDER_NAME, keep=1).load_newest()
+        return CheckpointStore(path / FOLDER_NAME, keep=1).load_newest(run_id=run_id)
     except CheckpointCorrupted as error:
         log.warning("checkpoints_unusable cause=%r; this peer has to find the state at others", str(error))
         return None
-    if newest is not None and run_id is not None and newest.meta.run_id != run_id:
-        log.info("checkpoint_of_another_run path=%s; not used", newest.path)
-        return None
-    return newest
 
 
 def load_checkpoint(path: Path) -> Checkpoint:
@@ -315,6 +353,7 @@ def load_checkpoint(path: Path) -> Checkpoint:
     """
     manifest = read_manifest(path / MANIFEST_NAME)
     tensors = _read_state(path / STATE_NAME, manifest)
+    require_tokenizer(path, manifest)
     meta = CheckpointMeta(
         run_id=manifest.run_id,
         outer_step=manifest.outer_step,
@@ -352,13 +391,25 @@ def decode_manifest(path: Path, content: bytes) -> Manifest:
     return manifest
 
 
+def require_tokenizer(path: Path, manifest: Manifest) -> None:
+    """Check that a checkpoint folder has the tokenizer that its manifest names, if it names one.
+
+    Raises:
+        CheckpointCorrupted: it is missing or was changed.
+    """
+    if isinstance(manifest.tokenizer_sha256, str):
+        with open_regular(path / TOKENIZER_NAME) as file:
+            if hashlib.file_digest(file, "sha256").hexdigest() != manifest.tokenizer_sha256:
+                raise CheckpointCorrupted(path / TOKENIZER_NAME, _CHANGED)
+
+
 def _read_state(path: Path, manifest: Manifest) -> Mapping[str, Tensor]:
     with open_regular(path) as file:
         nbytes = os.fstat(file.fileno()).st_size
         if nbytes != manifest.state_nbytes:
             raise CheckpointCorrupted(path, f"has {nbytes} bytes instead of {manifest.state_nbytes}")
         if hashlib.file_digest(file, "sha256").hexdigest() != manifest.state_sha256:
-            raise CheckpointCorrupted(path, "was changed since it was written (its SHA-256 differs)")
+            raise CheckpointCorrupted(path, _CHANGED)
     try:
         tensors: dict[str, Tensor] = load_file(path)
     except (SafetensorError, OSError) as error:

@@ -2,7 +2,7 @@
 """A model out of a run: the newest checkpoint's parameters, in a folder that `isthmus sample` and transformers read.
 
 Of a run of loops of their own it is a safetensors file of the parameters by name, which their `load_state_dict` takes.
-The tokenizer is that of the run's text, which lies in the peer's folder if tokens are not bytes.
+The tokenizer is that of the run's text, which lies beside the checkpoint if tokens are not bytes.
 
 Rules: the anchor is the model (every peer's is the same), or where a method shares none the peer's own parameters; a
 checkpoint is verified before it is used. Must not know
@@ -38,9 +38,9 @@ from isthmus.trainer.errors import CheckpointCorrupted, ConfigError, Environment
 from isthmus.trainer.model.decoder import ModelConfig
 from isthmus.trainer.model.exported import save_decoder, save_tokenizer
 from isthmus.trainer.model.hugging_face import HuggingFaceModelConfig
-from isthmus.trainer.model.hugging_face_export import save_adapters, save_hugging_face
+from isthmus.trainer.model.hugging_face_export import ADAPTER_CONFIG_NAME, save_adapters, save_hugging_face
 from isthmus.trainer.model.model_files import save_weights
-from isthmus.trainer.model.model_folder import TOKENIZER_NAME, tokenizer_files
+from isthmus.trainer.model.model_folder import CONFIG_NAME, TOKENIZER_NAME, tokenizer_files
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,7 +63,8 @@ def export_model(source: Path, directory: Path, *, base: Path | None = None, ada
         adapters_only: write the adapters instead of the model that they are merged into.
 
     Raises:
-        ConfigError: there is no checkpoint, the base model is needed and not there, or there are no adapters.
+        ConfigError: there is no checkpoint, the base model is needed and not there, there are no adapters, or the
+            folder has the other of adapters and a whole model.
         Refused: another base model is there.
         CheckpointCorrupted: none is whole, or it holds another model than its manifest says.
         EnvironmentFault: the disk refuses.
@@ -76,6 +77,7 @@ def export_model(source: Path, directory: Path, *, base: Path | None = None, ada
     adapters = isinstance(config.model, HuggingFaceSection) and config.model.lora.rank > 0
     if adapters_only and not adapters:
         raise ConfigError("the run trained no adapters", cure="leave --adapters out")
+    _require_one_kind(directory, adapters_only=adapters_only)
     try:
         if isinstance(config.model, LoopModelSection):
             save_weights(directory, views)
@@ -94,6 +96,16 @@ def export_model(source: Path, directory: Path, *, base: Path | None = None, ada
     )
 
 
+def _require_one_kind(directory: Path, *, adapters_only: bool) -> None:
+    # Found before: transformers puts adapters that lie beside a whole model on top of it, so they counted twice.
+    other, what = (CONFIG_NAME, "a whole model") if adapters_only else (ADAPTER_CONFIG_NAME, "adapters")
+    if (directory / other).exists():
+        raise ConfigError(
+            f"{directory} holds {what}, and transformers would put adapters on top of a model that is beside them",
+            cure="give another folder with --out",
+        )
+
+
 def _save(
     directory: Path,
     described: ModelConfig | HuggingFaceModelConfig,
@@ -102,8 +114,8 @@ def _save(
     *,
     adapters_only: bool,
 ) -> None:
-    own = checkpoint.path.parent.parent / TOKENIZER_NAME
-    tokenizer: tuple[Path, ...] = (own,) if own.is_file() else ()
+    own = checkpoint.tokenizer
+    tokenizer: tuple[Path, ...] = () if own is None else (own,)
     if isinstance(described, ModelConfig):
         save_decoder(directory, described, parameters, has_bytes=not tokenizer)
     elif adapters_only:
@@ -112,7 +124,7 @@ def _save(
     else:
         save_hugging_face(directory, described, parameters, has_bytes=not tokenizer)
         base = described.weights_folder
-        if tokenizer and (base / TOKENIZER_NAME).is_file() and _same_json(own, base / TOKENIZER_NAME):
+        if own is not None and (base / TOKENIZER_NAME).is_file() and _same_json(own, base / TOKENIZER_NAME):
             tokenizer = tokenizer_files(base)  # with all that its makers say of it, such as how a chat is written
     save_tokenizer(directory, tokenizer, max_seq_len=described.max_seq_len)
 

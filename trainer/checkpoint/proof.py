@@ -15,7 +15,14 @@ import msgspec
 
 from isthmus.elastic.core.messages import Natural
 from isthmus.elastic.state.digest import CHUNK_NBYTES, TensorManifest, digest_of, root_digest
-from isthmus.trainer.checkpoint.checkpoint import MANIFEST_NAME, STATE_NAME, Manifest, open_regular, read_manifest
+from isthmus.trainer.checkpoint.checkpoint import (
+    MANIFEST_NAME,
+    STATE_NAME,
+    Manifest,
+    open_regular,
+    read_manifest,
+    require_tokenizer,
+)
 from isthmus.trainer.errors import CheckpointCorrupted
 
 _MAX_HEADER_NBYTES = 64 << 20
@@ -48,6 +55,7 @@ def prove_checkpoint(path: Path) -> Manifest:
             raise CheckpointCorrupted(file_path, f"is not a safetensors file: {error}") from error
     if root_digest(manifest.outer_step, tensors).hex() != manifest.digest:
         raise CheckpointCorrupted(file_path, f"is not the state of step {manifest.outer_step} that its manifest names")
+    require_tokenizer(path, manifest)
     return manifest
 
 

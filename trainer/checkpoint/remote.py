@@ -3,20 +3,23 @@
 
 ::
 
-    URL/<peer id>/checkpoints/step-00000012/state.safetensors, manifest.json
+    URL/<peer id>/checkpoints/step-00000012/state.safetensors, tokenizer.json if it has one, manifest.json
     URL/<peer id>/private/step-00000012.safetensors
 
 A peer's folder there is laid out as its own is, so `--resume` takes either. Rules: an object store cannot rename, so
-the manifest is written last, and what has none is no checkpoint; what was written is read back and compared; what is
-fetched is no larger than its manifest says, and is checked as a checkpoint of this disk is. Every call blocks, for as
-long as the place takes. Must not know when a copy is due (`copier.py`).
+the manifest is written last, and what has none is no checkpoint: the next copy removes it. What was written is read
+back and compared. Room for the `keep` newest copies is enough. Another run's checkpoints of later steps are put aside,
+as on the peer's disk. What is fetched is no larger than its manifest says, and is checked as a checkpoint of this disk
+is. Every call blocks, for as long as the place takes. Must not know when a copy is due (`copier.py`).
 
 Errors: `OSError` where the place refuses; `EnvironmentFault` (3) where fsspec cannot reach it at all; `ConfigError` (2)
 and `CheckpointCorrupted` (9) as for folders.
 """
 
 import contextlib
+import errno
 import hashlib
+import itertools
 import re
 import shutil
 from collections.abc import Iterator
@@ -38,11 +41,13 @@ from isthmus.trainer.checkpoint.private_files import FOLDER_NAME as PRIVATE_FOLD
 from isthmus.trainer.checkpoint.private_files import PrivateFiles
 from isthmus.trainer.errors import CheckpointCorrupted, ConfigError, EnvironmentFault
 from isthmus.trainer.files import make_private_folder, open_private
+from isthmus.trainer.model.model_folder import TOKENIZER_NAME
 
 _STEP_FOLDER = re.compile(r"step-(\d{8,16})")
 _BLOCK_NBYTES = 4 << 20
 _MAX_NBYTES = 16 << 20
 """Of a manifest."""
+_MAX_TOKENIZER_NBYTES = 256 << 20
 _OWN_FACTOR = 16
 """What is a peer's own is never so many times the shared state."""
 
@@ -106,21 +111,74 @@ class RemoteFolder:
                 self._put_file(own, self._own_path(step))
             return
         self._remove_manifest(step)  # while its files change it is none
-        if self._put_file(checkpoint / STATE_NAME, self._path_of(step) / STATE_NAME) != manifest.state_sha256:
-            raise CheckpointCorrupted(checkpoint / STATE_NAME, "was changed since it was written (its SHA-256 differs)")
+        self._remove_remnants()
+        self._set_others_aside(manifest)
+        try:
+            self._put_files(manifest, checkpoint, own)
+        except OSError as error:
+            surplus = self.steps()[: 1 - keep]
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT) or keep < 2 or not surplus:
+                raise
+            for older in surplus:
+                self._remove(older)
+            self._remove_remnants()
+            self._put_files(manifest, checkpoint, own)
+        for newer in [other for other in self.steps() if other > step]:  # the run went back behind them
+            self._remove(newer)
+        for older in self.steps()[:-keep]:
+            self._remove(older)
+
+    def _put_files(self, manifest: Manifest, checkpoint: Path, own: Path) -> None:
+        there, sha256 = self._path_of(manifest.outer_step), {STATE_NAME: manifest.state_sha256}
+        if isinstance(manifest.tokenizer_sha256, str):
+            sha256[TOKENIZER_NAME] = manifest.tokenizer_sha256
+        for name, digest in sha256.items():
+            if self._put_file(checkpoint / name, there / name) != digest:
+                raise CheckpointCorrupted(checkpoint / name, "was changed since it was written (its SHA-256 differs)")
         if own.exists():
-            self._put_file(own, self._own_path(step))
-        self._put_file(checkpoint / MANIFEST_NAME, self._path_of(step) / MANIFEST_NAME)
-        for other in self.steps():
-            if other > step and self.manifest(other).run_id == manifest.run_id:  # the run went back behind it
-                self._remove(other)
-        for surplus in self.steps()[:-keep]:
-            self._remove(surplus)
+            self._put_file(own, self._own_path(manifest.outer_step))
+        self._put_file(checkpoint / MANIFEST_NAME, there / MANIFEST_NAME)
+
+    def _remove_remnants(self) -> None:
+        """Copies that were cut short. Found before: each stayed for ever, and a full place never got room again."""
+        whole = self.steps()
+        for name in self._names(self._root / FOLDER_NAME):
+            match = _STEP_FOLDER.fullmatch(name)
+            if match is not None and int(match[1]) not in whole:
+                self._remove(int(match[1]))
+
+    def _set_others_aside(self, manifest: Manifest) -> None:
+        """Another run's checkpoints of later steps, as `CheckpointStore` does."""
+        later = [step for step in self.steps() if step > manifest.outer_step]
+        others = [step for step in later if self._run_of(step) != manifest.run_id]
+        aside = self._unused_lineage() if others else self._root
+        for path in (path for step in others for path in (self._own_path(step), self._path_of(step))):
+            if self._fs.exists(str(path)):
+                target = aside / path.relative_to(self._root)
+                self._fs.makedirs(str(target.parent), exist_ok=True)
+                self._fs.mv(str(path), str(target), recursive=True)
+
+    def _run_of(self, step: int) -> str | None:
+        try:
+            return self.manifest(step).run_id
+        except CheckpointCorrupted:
+            return None
+
+    def _unused_lineage(self) -> PurePosixPath:
+        places = (self._root / f"lineage-{number}" for number in itertools.count(1))
+        return next(place for place in places if not self._fs.exists(str(place)))
 
     def _put_file(self, source: Path, target: PurePosixPath) -> str:
         self._fs.makedirs(str(target.parent), exist_ok=True)
-        with open_regular(source) as here, self._open(target, "wb") as there:
-            written = _copied(here, there, None)
+        written, refusal = "", None
+        with open_regular(source) as here:
+            try:
+                with self._open(target, "wb") as there:
+                    written = _copied(here, there, None)
+            except OSError as error:  # found before: a full place was told as damage of the checkpoint here
+                refusal = error
+        if refusal is not None:
+            raise refusal
         with self._open(target, "rb") as there:
             if _copied(there, None, None) != written:
                 raise OSError(f"{target} does not hold what was written to it")
@@ -131,7 +189,7 @@ class RemoteFolder:
             self._fs.rm_file(str(self._path_of(step) / MANIFEST_NAME))
 
     def _remove(self, step: int) -> None:
-        self._remove_manifest(step)
+        self._remove_manifest(step)  # first: a crash leaves what the next copy removes
         self._fs.rm(str(self._path_of(step)), recursive=True)
         with contextlib.suppress(FileNotFoundError):
             self._fs.rm_file(str(self._own_path(step)))
@@ -192,6 +250,8 @@ class RemoteFolder:
         try:
             self._get_file(self._path_of(step) / STATE_NAME, partial / STATE_NAME, manifest.state_nbytes)
             self._get_file(self._path_of(step) / MANIFEST_NAME, partial / MANIFEST_NAME, _MAX_NBYTES)
+            if isinstance(manifest.tokenizer_sha256, str):
+                self._get_file(self._path_of(step) / TOKENIZER_NAME, partial / TOKENIZER_NAME, _MAX_TOKENIZER_NBYTES)
             load_checkpoint(partial)
             partial.rename(place)
         finally:

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from isthmus.trainer.errors import ConfigError, IsthmusError, NothingRuns, NotOurs, leaves, operator_error
+from isthmus.trainer.errors import ConfigError, IsthmusError, NothingRuns, leaves, operator_error, require_ours
 
 if TYPE_CHECKING:
     from isthmus.trainer.run.control_socket import ControlClient
@@ -207,13 +207,14 @@ def choose_folder(
     Raises:
         IsthmusError: there is none.
         ConfigError: there are several.
-        NotOurs: there may be one in a folder that this user may not open.
+        NotOurs: this user may not open the one given, or one where there may be a run.
     """
     if given is not None:
+        require_ours(given)
         return given
     found = sorted(path.parent for path in RUNS_FOLDER.glob(f"*/{holding}"))
-    if not found and (closed := _closed_folder(RUNS_FOLDER, *sorted(RUNS_FOLDER.glob("*/")))) is not None:
-        raise NotOurs(closed)
+    for folder in () if found else (RUNS_FOLDER, *sorted(RUNS_FOLDER.glob("*/"))):
+        require_ours(folder)
     candidates = [folder for folder in found if prefer(folder)] or found
     if len(candidates) == 1:
         return candidates[0]
@@ -221,15 +222,6 @@ def choose_folder(
         names = ", ".join(str(path) for path in candidates[:8])
         raise ConfigError(f"there are several runs here: {names}", cure="choose one with --dir")
     raise or_else(f"there is no run under {RUNS_FOLDER}/ here", cure="name its folder with --dir")
-
-
-def _closed_folder(*folders: Path) -> Path | None:
-    """The first of these that is there and that this user may not look into."""
-    return next((one for one in folders if one.is_dir() and not _may_enter(one)), None)
-
-
-def _may_enter(folder: Path) -> bool:
-    return os.access(folder, os.R_OK | os.X_OK, effective_ids=os.access in os.supports_effective_ids)
 
 
 def client_of(given: Path | None, *, of_coordinator: bool = False) -> "ControlClient":

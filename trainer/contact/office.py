@@ -20,6 +20,9 @@ _TIMEOUT_S = 4.0
 """For the journal. Shorter than the command line's patience."""
 _LONGEST_LIFE_S = 366 * 86_400
 """Of a ticket of which only the id is known."""
+_CLOCK_AHEAD_S = 10 * _LONGEST_LIFE_S
+"""By so much a coordinator's clock may have been ahead when it numbered what is void now. Found before: whoever was
+admitted before the clock was set back by an hour came back without a ticket."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -76,7 +79,7 @@ class Office:
         """Let a ticket admit nobody any more, or all that were made so far. None, or why that could not be done."""
         now_s = round(self.now_s())
         order = RevokeTicket(
-            ticket_id=next_id(self._newest_id, now_s=self.now_s()) if ticket_id is None else ticket_id,
+            ticket_id=self._later_than_all() if ticket_id is None else ticket_id,
             expires_at_s=now_s + _LONGEST_LIFE_S if expires_at_s is None else expires_at_s,
             at_s=now_s,
             and_earlier=ticket_id is None,
@@ -87,14 +90,22 @@ class Office:
         """Evict a peer, or ban it. None, or why that could not be done."""
         if peer_id == self.me.peer_id:
             return "the coordinator lives with this peer, and would be put out with it"
+        doors = self.coordinator.doors
+        void = doors.void_up_to(peer_id)
+        newest = void if doors.is_banned(peer_id) else max(round((self.now_s() + _CLOCK_AHEAD_S) * 1000), void + 1)
         order = PutOut(
             peer_id=peer_id,
             incarnation=self.coordinator.newest_start(peer_id),
-            certificate=round(self.now_s() * 1000),
+            certificate=newest,
             for_ever=for_ever,
             at_s=round(self.now_s()),
         )
         return await self.coordinator.order(order, timeout_s=_TIMEOUT_S)
+
+    def _later_than_all(self) -> bytes:
+        """An id above those of all tickets that were made so far, by whichever clock; new ones follow it."""
+        newest = max(self._newest_id, self.coordinator.doors.revoked_up_to)
+        return next_id(newest, now_s=self.now_s() + _CLOCK_AHEAD_S)
 
     def _is_revoked(self, ticket: Ticket) -> bool:
         return self.coordinator.doors.refusal(ticket.ticket_id, self.me.peer_id) is not None

@@ -307,6 +307,8 @@ async def complete(found: FoundText, folder: Path, config: Config, peers: Giver 
         IntegrityError: a shard in its owner's folder is damaged.
     """
     text = found.corpus
+    if not isinstance(text, PreparedText) or text.index.tokenizer is None:
+        (folder / TOKENIZER_NAME).unlink(missing_ok=True)  # of a run before
     if not isinstance(text, PreparedText):
         return found
     places = ShardPlaces(text, folder)

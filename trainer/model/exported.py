@@ -34,7 +34,9 @@ from isthmus.trainer.model.llama import as_llama_config, from_llama_config, llam
 from isthmus.trainer.model.model_files import digest_of, replacing, save_weights, write_json
 from isthmus.trainer.model.model_folder import (
     CONFIG_NAME,
+    GENERATION_NAME,
     TOKENIZER_NAME,
+    TOKENIZER_NAMES,
     WEIGHTS_NAME,
     read_architecture,
     weight_files,
@@ -109,6 +111,7 @@ def save_decoder(directory: Path, config: ModelConfig, parameters: Mapping[str, 
     dtype = str(next(iter(parameters.values())).dtype).removeprefix("torch.")
     digest = save_weights(directory, {llama_name(name): tensor for name, tensor in parameters.items()})
     write_config(directory, as_llama_config(config, dtype), digest, has_bytes=has_bytes, is_decoder=True)
+    (directory / GENERATION_NAME).unlink(missing_ok=True)  # an older export's
 
 
 def write_config(
@@ -141,6 +144,8 @@ def save_tokenizer(directory: Path, files: Sequence[Path], *, max_seq_len: int) 
     Raises:
         OSError: the disk refuses.
     """
+    for name in {*TOKENIZER_NAMES} - {path.name for path in files}:
+        (directory / name).unlink(missing_ok=True)  # an older export's
     if not files:
         write_json(directory / TOKENIZER_NAME, _byte_tokenizer())
     for path in files:

@@ -23,11 +23,10 @@ from isthmus.trainer.model.exported import write_config
 from isthmus.trainer.model.hugging_face import HuggingFaceModelConfig
 from isthmus.trainer.model.lora import as_peft, is_adapter, merged
 from isthmus.trainer.model.model_files import finish_weights, replacing, write_json
-from isthmus.trainer.model.model_folder import CONFIG_NAME, INDEX_NAME, read_weights, weight_files
+from isthmus.trainer.model.model_folder import CONFIG_NAME, GENERATION_NAME, INDEX_NAME, read_weights, weight_files
 
 ADAPTER_CONFIG_NAME: Final = "adapter_config.json"
 ADAPTER_WEIGHTS_NAME: Final = "adapter_model.safetensors"
-_GENERATION_NAME: Final = "generation_config.json"
 
 
 @torch.no_grad()
@@ -62,14 +61,14 @@ def save_hugging_face(
         made = Path(name)
         network.save_pretrained(made, max_shard_size="5GB")
         names = [path.name for path in weight_files(made)]
-        for path in (*(made / name for name in names), made / INDEX_NAME, made / _GENERATION_NAME):
+        for path in (*(made / name for name in names), made / INDEX_NAME, made / GENERATION_NAME):
             if path.exists():
                 with replacing(directory / path.name) as temporary:
                     path.replace(temporary)
         digest = finish_weights(directory, names)
         write_config(directory, json.loads((made / CONFIG_NAME).read_bytes()), digest, has_bytes=has_bytes)
-    if description.folder is not None and (known := Path(description.folder) / _GENERATION_NAME).is_file():
-        with replacing(directory / _GENERATION_NAME) as temporary:
+    if description.folder is not None and (known := Path(description.folder) / GENERATION_NAME).is_file():
+        with replacing(directory / GENERATION_NAME) as temporary:
             shutil.copyfile(known, temporary)
 
 

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 CONFIG_NAME: Final = "config.json"
 WEIGHTS_NAME: Final = "model.safetensors"
 INDEX_NAME: Final = "model.safetensors.index.json"
+GENERATION_NAME: Final = "generation_config.json"
 TOKENIZER_NAME: Final = "tokenizer.json"
 TOKENIZER_NAMES: Final = (
     TOKENIZER_NAME,

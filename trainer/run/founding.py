@@ -16,7 +16,6 @@ know it.
 
 import contextlib
 import dataclasses
-import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +26,7 @@ from isthmus.collective.transport.certificates import certificate_to_bytes
 from isthmus.elastic.journal.archive import archives_of
 from isthmus.trainer.checkpoint.certificates import FILE_NAME as CERTIFICATES_NAME
 from isthmus.trainer.checkpoint.checkpoint import FOLDER_NAME, Checkpoint, CheckpointStore, load_resumed, newest_usable
+from isthmus.trainer.checkpoint.lineages import set_aside
 from isthmus.trainer.checkpoint.private_files import FOLDER_NAME as PRIVATE_FOLDER_NAME
 from isthmus.trainer.checkpoint.private_files import PrivateFiles
 from isthmus.trainer.config.manifest import manifest_diff, manifest_of, manifest_sections
@@ -106,6 +106,9 @@ def found_or_go_on(folder: PeerFolder, config: Config, data_digest: str, resume_
         _require_same(saved, manifest, data_digest, folder.path)
         checkpoint = newest_usable(folder.path)
     run = folder.found_run(config.run.name)
+    if saved is None and resume_dir is None:
+        with _disk_errors(folder.path):
+            _archive_others(folder.path, run.run_id)
     terms = _terms_of(run, manifest, data_digest, None if saved is None else saved.keys)
     # The journal is made before the terms are kept: terms without a journal had one. Of etcd only the peers can tell.
     has_journal = config.coordinator.store == "etcd" or (folder.path / JOURNAL_NAME).exists()
@@ -334,13 +337,13 @@ def _archive(path: Path, outer_step: int) -> None:
         _TERMS_NAME,
     )
     doomed += [*archives_of(path / JOURNAL_NAME), *(path / name for name in names if (path / name).exists())]
-    if not doomed:
-        return
-    aside = next(place for number in itertools.count(1) if not (place := path / f"lineage-{number}").exists())
-    for old in doomed:
-        new = aside / old.relative_to(path)
-        new.parent.mkdir(parents=True, exist_ok=True)
-        old.rename(new)
+    set_aside(path, doomed)
+
+
+def _archive_others(path: Path, run_id: str) -> None:
+    """Put other runs' checkpoints aside: the next start must not take one of them for this run's."""
+    store = CheckpointStore(path / FOLDER_NAME, keep=1)
+    set_aside(path, [store.path_of(step) for step in store.steps() if store.run_of(step) != run_id])
 
 
 @contextlib.contextmanager

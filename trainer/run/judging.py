@@ -140,11 +140,10 @@ def _find(source: Path, base: Path | None) -> _Subject:
     if base is not None:
         config = config.model_copy(update={"node": config.node.model_copy(update={"model": base})})
     require_base_model(config, flag="--base")
-    tokenizer = _folder_of(checkpoint) / TOKENIZER_NAME
     return _Subject(
         model=whole_model(model_of(config), restored.parameters).eval(),
         seq_len=tokens_per_sample(config.model),
-        tokenizer=tokenizer if tokenizer.is_file() else None,
+        tokenizer=checkpoint.tokenizer,
         checkpoint=checkpoint,
         config=config,
     )

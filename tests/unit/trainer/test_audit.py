@@ -476,6 +476,19 @@ def test_several_runs_are_audited_each_by_itself(founder: Path, tmp_path: Path) 
     assert audit_runs([founder, other])[0].verdicts == alone.verdicts
 
 
+@pytest.mark.parametrize("says_its_run", [False, True])
+def test_a_destroyed_journal_beside_two_sound_runs_is_found(founder: Path, tmp_path: Path, says_its_run: bool) -> None:
+    other = write_journal(tmp_path / "other", history(), run_id="demo-ffffffff")
+    third = tmp_path / "third"
+    third.mkdir()
+    (third / JOURNAL_NAME).write_bytes(b"")
+    if says_its_run:
+        (third / "run.json").write_text('{"run_id": "demo-eeeeeeee"}')
+    audits = audit_runs([founder, other, third])
+    assert sorted(audit.holds for audit in audits) == [False, True, True]
+    assert run(["audit", *map(str, (founder, other, third))]) == ExitCode.INTEGRITY
+
+
 def test_what_cannot_be_read_is_the_machines_fault(tmp_path: Path) -> None:
     (tmp_path / JOURNAL_NAME).mkdir()
     with pytest.raises(EnvironmentFault, match="cannot be read"):

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -25,6 +26,7 @@ from isthmus.trainer.checkpoint.checkpoint import (
     CheckpointStore,
     load_checkpoint,
     load_resumed,
+    newest_usable,
 )
 from isthmus.trainer.errors import CheckpointCorrupted, CheckpointFailed, ConfigError, EnvironmentFault, ExitCode
 
@@ -108,6 +110,45 @@ def test_newest_checkpoint_is_loaded_and_only_the_last_stay(tmp_path: Path) -> N
     assert_is(store.load_newest(), 4)
     assert_is(store.load(3), 3)
     assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["step-00000003", "step-00000004"]
+
+
+def test_another_runs_later_checkpoints_are_put_aside_and_push_none_out(tmp_path: Path) -> None:
+    a_store(tmp_path, 20, 30, 40)
+    store = CheckpointStore(tmp_path / "checkpoints", keep=2)
+    for step in (1, 2, 3):
+        store.save(replace(meta(step), run_id="another"), state(step))
+    assert store.steps() == (2, 3)
+    assert CheckpointStore(tmp_path / "lineage-1" / "checkpoints", keep=9).steps() == (20, 30, 40)
+    assert_is(CheckpointStore(tmp_path / "lineage-1" / "checkpoints", keep=9).load_newest(), 40)
+    newest = newest_usable(tmp_path, run_id="another")
+    assert newest is not None
+    assert newest.meta.outer_step == 3
+
+
+def test_of_several_runs_checkpoints_that_of_the_run_is_found(tmp_path: Path) -> None:
+    store = a_store(tmp_path, 5, 6)
+    store.save(replace(meta(7), run_id="another"), state(7))
+    found = newest_usable(tmp_path, run_id=meta(6).run_id)
+    assert found is not None
+    assert found.meta.outer_step == 6
+    assert newest_usable(tmp_path, run_id="a third") is None
+
+
+def test_a_checkpoint_has_its_tokenizer_with_it(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_text("{}")
+    store = a_store(tmp_path, 1)
+    (tmp_path / "tokenizer.json").write_text('{"of": "another run"}')
+    elsewhere = tmp_path / "elsewhere"
+    shutil.copytree(store.path_of(1), elsewhere)
+    loaded = load_checkpoint(elsewhere)
+    assert loaded.tokenizer == elsewhere / "tokenizer.json"
+    assert loaded.tokenizer.read_text() == "{}"
+    loaded.tokenizer.write_text("[]")
+    with pytest.raises(CheckpointCorrupted, match=r"tokenizer.json was changed"):
+        load_checkpoint(elsewhere)
+    loaded.tokenizer.unlink()
+    with pytest.raises(CheckpointCorrupted, match=r"tokenizer.json is missing"):
+        load_checkpoint(elsewhere)
 
 
 def test_no_checkpoint_is_not_an_error(tmp_path: Path) -> None:

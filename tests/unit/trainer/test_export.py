@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """From a run's checkpoint to a model that continues a text."""
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -64,6 +65,32 @@ def test_the_fragments_of_a_streaming_run_become_one_model(tmp_path: Path) -> No
     del tensors["1/anchor"]
     save(tmp_path / "run", 2, tensors, config)
     with pytest.raises(CheckpointCorrupted, match="its run's model has"):
+        export_model(tmp_path / "run", tmp_path / "model")
+
+
+def test_an_export_has_the_tokenizer_of_a_checkpoint_that_was_copied_elsewhere(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "tokenizer.json").write_text('{"version": "1.0"}')
+    shutil.copytree(save(tmp_path / "run", 1).path_of(1), tmp_path / "elsewhere" / "step-00000001")
+    export_model(tmp_path / "elsewhere" / "step-00000001", tmp_path / "model")
+    assert (tmp_path / "model" / "tokenizer.json").read_text() == '{"version": "1.0"}'
+
+
+def test_what_an_older_export_said_of_its_tokenizer_goes(tmp_path: Path) -> None:
+    save(tmp_path / "run", 1)
+    (tmp_path / "model").mkdir()
+    for name in ("special_tokens_map.json", "chat_template.jinja", "generation_config.json"):
+        (tmp_path / "model" / name).write_text("{}")
+    export_model(tmp_path / "run", tmp_path / "model")
+    names = {path.name for path in (tmp_path / "model").iterdir()}
+    assert names == {"config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"}
+
+
+def test_a_whole_model_does_not_go_into_a_folder_of_adapters(tmp_path: Path) -> None:
+    save(tmp_path / "run", 1)
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "adapter_config.json").write_text("{}")
+    with pytest.raises(ConfigError, match="holds adapters"):
         export_model(tmp_path / "run", tmp_path / "model")
 
 

@@ -209,9 +209,19 @@ def test_checkpoints_newer_than_the_one_resumed_go_aside_with_their_lineage(fold
     assert start(folder, resume=folder.path).checkpoint.meta.outer_step == 11
 
 
+def test_another_runs_checkpoints_are_no_state_of_a_run_that_is_founded_beside_them(folder: PeerFolder) -> None:
+    store = save_checkpoints(folder.path, 100)
+    assert start(folder).checkpoint is None
+    assert found(folder).checkpoint is None, "nor at the second start"
+    assert store.steps() == ()
+    assert CheckpointStore(folder.path / "lineage-1" / FOLDER_NAME, keep=1).steps() == (100,)
+    with pytest.raises(ConfigError, match=r"holds no checkpoint; those that were put aside are in .*/lineage-1, or"):
+        found(folder, resume=folder.path)
+
+
 def test_every_lineage_is_kept(folder: PeerFolder) -> None:
-    save_checkpoints(folder.path, 10)
     runs = [start(folder).run.run_id]
+    save_checkpoints(folder.path, 10)
     runs += [start(folder, resume=folder.path).run.run_id for _ in range(3)]
     kept = [(folder.path / f"lineage-{number}" / JOURNAL_NAME).read_text() for number in (1, 2, 3)]
     assert [*kept, (folder.path / JOURNAL_NAME).read_text()] == runs

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from isthmus.trainer.cli.app import run
 from isthmus.trainer.cli.support import choose_folder
 from isthmus.trainer.errors import ExitCode, NothingRuns, NotOurs
 from isthmus.trainer.run.control_socket import PEER_FILE_NAME, find_peer
@@ -60,6 +61,26 @@ def test_folder_that_is_named_and_may_not_be_read_says_so(closed: Path) -> None:
     with as_somebody_else(closed), pytest.raises(NotOurs) as caught:
         find_peer(closed)
     assert_told(caught.value)
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["audit", "runs/tiny"],
+        ["audit", "runs"],
+        ["export", "--dir", "runs/tiny"],
+        ["export", "--dir", "runs/tiny/checkpoints/step-00000001"],
+        ["ckpt", "list", "--dir", "runs/tiny"],
+        ["eval", "runs/tiny"],
+        ["up", "--resume", "runs/tiny"],
+    ],
+)
+def test_a_command_on_somebody_elses_folder_ends_with_3(
+    closed: Path, command: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with as_somebody_else(closed):
+        assert run(command) == ExitCode.ENVIRONMENT
+    assert "may not read runs/tiny" in capsys.readouterr().err
 
 
 def test_ones_own_run_is_found_beside_a_closed_one(closed: Path) -> None:

@@ -2,6 +2,7 @@
 """What an operator asks of a coordinator, and what follows for the connections of a process that hears of it."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,8 +13,9 @@ from isthmus.collective.errors import SecurityRefused
 from isthmus.collective.transport import Authority, Credentials, Security
 from isthmus.collective.transport.certificates import certificate_to_bytes
 from isthmus.elastic.core.config import CoordinatorConfig
-from isthmus.elastic.core.events import UseTicket
+from isthmus.elastic.core.events import PutOut, UseTicket
 from isthmus.elastic.core.messages import Bar, Trust
+from isthmus.elastic.core.records import BarRecord
 from isthmus.elastic.journal.journal import Journal
 from isthmus.elastic.shell.coordinator import CoordinatorShell
 from isthmus.trainer.contact.bouncer import Bouncer
@@ -78,6 +80,35 @@ async def test_all_tickets_made_so_far_are_revoked_at_once_and_later_ones_are_no
     doors = office.coordinator.doors
     assert [doors.refusal(one.ticket_id, STRANGER) for one in before] == ["the ticket was revoked"] * 3
     assert [doors.refusal(one.ticket_id, STRANGER) for one in after] == [None] * 2
+
+
+async def test_tickets_that_were_made_by_a_clock_that_was_ahead_are_revoked_too(office: Office) -> None:
+    office.now_s = lambda: NOW_S + 3600
+    ticket = office.ticket()
+    restarted = replace(office, now_s=lambda: NOW_S)
+    assert await restarted.revoke(None, None) is None
+    doors = restarted.coordinator.doors
+    assert doors.refusal(ticket.ticket_id, STRANGER) == "the ticket was revoked"
+    assert doors.refusal(restarted.ticket().ticket_id, STRANGER) is None
+    assert await restarted.revoke(None, None) is None
+    assert doors.refusal(restarted.ticket().ticket_id, STRANGER) is None
+
+
+async def test_certificates_that_were_numbered_by_a_clock_that_was_ahead_are_void_too(
+    office: Office, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    doors, ordered = office.coordinator.doors, list[PutOut]()
+
+    async def order(order: PutOut, *, timeout_s: float) -> None:
+        ordered.append(order)
+        doors.apply(BarRecord(bar=Bar(order.peer_id, Incarnation(1), order.certificate)))
+
+    monkeypatch.setattr(office.coordinator, "order", order)
+    newest = round((NOW_S + 3600) * 1000)  # of the peer's certificates
+    for _ in range(2):
+        assert await office.put_out(STRANGER, for_ever=False) is None
+        assert ordered[-1].certificate >= newest, "a certificate is void up to the number of the bar"
+        newest = doors.void_up_to(STRANGER) + 1  # with a ticket it gets in again
 
 
 async def test_a_ticket_is_revoked_for_as_long_as_it_could_admit(office: Office) -> None:

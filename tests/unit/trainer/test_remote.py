@@ -3,9 +3,10 @@
 
 import asyncio
 import contextlib
+import errno
 import threading
 from collections.abc import AsyncIterator, Callable
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 import pytest
 import torch
@@ -19,11 +20,11 @@ from isthmus.trainer.errors import CheckpointCorrupted, ConfigError, Environment
 PEER = "0123456789abcdef"
 
 
-def saved(folder: Path, step: int, *, run_id: str = "run") -> Path:
+def saved(folder: Path, step: int, *, run_id: str = "run", numel: int = 1000) -> Path:
     """A checkpoint on this disk."""
     meta = CheckpointMeta(run_id=run_id, outer_step=step, digest=bytes(32), run_manifest=b"{}", next_index=step)
     store = CheckpointStore(folder / "checkpoints", keep=100)
-    return store.save(meta, {"anchor": torch.full((1000,), float(step))})
+    return store.save(meta, {"anchor": torch.full((numel,), float(step))})
 
 
 def own_of(folder: Path, step: int) -> Path:
@@ -76,7 +77,63 @@ def test_a_run_that_went_back_takes_its_copies_along_and_leaves_those_of_others(
     remote.put(saved(tmp_path / "a", 9, run_id="other"), none, keep=5)
     remote.put(saved(tmp_path / "b", 8), none, keep=5)
     remote.put(saved(tmp_path / "b", 6), none, keep=5)
-    assert remote.steps() == [6, 9]
+    assert remote.steps() == [6]
+    assert RemoteFolder(f"{url}/lineage-1").steps() == [9]
+
+
+def test_another_runs_copies_push_none_out(tmp_path: Path, url: str) -> None:
+    remote, here = RemoteFolder(url), tmp_path / "a"
+    for step in (20, 30, 40):
+        remote.put(saved(here, step, run_id="other"), own_of(here, step), keep=3)
+    for step in (1, 2):
+        assert remote.put(saved(tmp_path / "b", step), tmp_path / "none", keep=3)
+    assert remote.steps() == [1, 2]
+    assert find_resumed(url)[1] == 2
+    aside, there = RemoteFolder(f"{url}/lineage-1"), tmp_path / "there"
+    assert aside.steps() == [20, 30, 40]
+    there.mkdir()
+    aside.fetch(40, there)
+    assert (there / "private" / "step-00000040.safetensors").read_bytes() == b"moments of 40"
+
+
+def test_a_copy_has_its_tokenizer_with_it(tmp_path: Path, url: str) -> None:
+    here, there, remote = tmp_path / "here", tmp_path / "there", RemoteFolder(url)
+    here.mkdir()
+    there.mkdir()
+    (here / "tokenizer.json").write_text("{}")
+    assert remote.put(saved(here, 4), tmp_path / "none", keep=1)
+    tokenizer = load_checkpoint(remote.fetch(4, there)).tokenizer
+    assert tokenizer == there / "checkpoints" / "step-00000004" / "tokenizer.json"
+    assert tokenizer.read_text() == "{}"
+
+
+def test_a_copy_that_was_cut_short_goes_with_the_next(
+    tmp_path: Path, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    remote, none, whole = RemoteFolder(url), tmp_path / "none", RemoteFolder._put_file
+
+    def cut(self: RemoteFolder, source: Path, target: PurePosixPath) -> str:
+        if source.name == "manifest.json":
+            raise OSError(errno.ECONNRESET, "connection reset")
+        return whole(self, source, target)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(RemoteFolder, "_put_file", cut)
+        with pytest.raises(OSError, match="reset"):
+            remote.put(saved(tmp_path / "here", 4), none, keep=3)
+    assert remote._names(remote._root / "checkpoints") == ["step-00000004"]
+    assert remote.put(saved(tmp_path / "here", 8), none, keep=3)
+    assert remote._names(remote._root / "checkpoints") == ["step-00000008"]
+
+
+def test_a_place_with_room_for_as_many_as_stay_is_large_enough(tmp_path: Path, small_disk: Path) -> None:
+    remote, none = RemoteFolder(str(small_disk / "copies")), tmp_path / "none"
+    for step in (1, 2, 3, 4, 5):  # 300 kB each, on a disk of 1 MiB
+        assert remote.put(saved(tmp_path / "here", step, numel=75_000), none, keep=3)
+        assert remote.steps() == [*range(max(1, step - 2), step + 1)]
+    with pytest.raises(OSError, match="No space left"):
+        remote.put(saved(tmp_path / "here", 6, numel=300_000), none, keep=3)
+    assert remote.steps() == [4, 5], "the two newest stay, whatever comes"
 
 
 def test_damage_is_found_on_both_ends(tmp_path: Path) -> None:
