@@ -275,7 +275,7 @@ class WorkerValues:
         """Bring the workers to the outcome of an outer step. The payloads that were given are not needed any more.
 
         Args:
-            version: pinned, what the workers train from then.
+            version: pinned, what the workers train from then; released if this raises.
             outcomes: by round.
             given: by this peer; None: nothing.
             newer: payloads that were emitted since, the newest last.
@@ -283,12 +283,16 @@ class WorkerValues:
         Returns:
             The places of the fragments whose values moved.
         """
-        settled = await in_thread(self._settle, outcomes, given, newer)
-        await self._move(outcomes, settled)
-        if self._first_parameters is not None:
-            await self._pool.store()
-            if first_non_finite(self._mailbox) is None:
-                self._own_parameters = await in_thread(self._mailbox.clone)
+        try:
+            settled = await in_thread(self._settle, outcomes, given, newer)
+            await self._move(outcomes, settled)
+            if self._first_parameters is not None:
+                await self._pool.store()
+                if first_non_finite(self._mailbox) is None:
+                    self._own_parameters = await in_thread(self._mailbox.clone)
+        except BaseException:
+            version.release()  # found before: each worker that died here left a state in memory for ever
+            raise
         self._rebase(version)
         if given is not None and not self._is_mailbox_payload:
             for payload in given.payloads:

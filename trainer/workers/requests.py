@@ -173,16 +173,20 @@ class WorkerRequests:
         """
         span = None if batches is None else (batches.start, batches.stop)
         request = ipc.Evaluate(serial=self._link.next_serial(), batches=span, is_kept=is_kept)
-        return (await self._ask(request, ipc.Evaluated, timeout_s))[0]
+        # Found before: all batches at once were held against the pace of one, and healthy workers killed.
+        pace = "Evaluate all" if batches is None else None
+        return (await self._ask(request, ipc.Evaluated, timeout_s, pace=pace))[0]
 
     def _ask_over(self, link: WorkerLink) -> None:
         """Ask the workers at this link from now on. Of their pace nothing is known."""
         self._link = link
         self._pace = WorkerPace(floor_s=self._hang_timeout_s, first_s=self._request_timeout_s)
 
-    async def _ask(self, request: ipc.Question, kind: type[AnswerT], timeout_s: float | None) -> list[AnswerT]:
-        """The replies of all workers, and how long they took."""
-        name, clock = type(request).__name__, asyncio.get_running_loop().time
+    async def _ask(
+        self, request: ipc.Question, kind: type[AnswerT], timeout_s: float | None, *, pace: str | None = None
+    ) -> list[AnswerT]:
+        """The replies of all workers; how long they took is the pace of this kind of request, or of the one named."""
+        name, clock = pace or type(request).__name__, asyncio.get_running_loop().time
         began = clock()
         replies = await self._link.ask(request, kind, self._pace.limit_s(name) if timeout_s is None else timeout_s)
         now = clock()

@@ -37,6 +37,7 @@ async def test_samples_of_a_worker_that_crashed_are_trained_on_again(
     rig.audit_the_end()
     samples = sorted(index for commit in rig.commits for index in commit.samples)
     assert samples == list(range(len(samples))), "one is left out"
+    assert (len(rig.state._versions), rig.state.live.pins) == (1, 1), "no other state is left in memory"
 
 
 @pytest.mark.parametrize("place", range(1, 14))
