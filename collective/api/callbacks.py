@@ -96,5 +96,7 @@ class Callbacks:
             await self._serve(await self._dial(address, ref))
         except CollectiveError as error:
             log.debug("call_ended peer_id=%s cause=%s", ref.peer_id, error)
+        except Exception:  # a task root, as in the listener: found before, a fault of one call ended the peer
+            log.exception("call_failed peer_id=%s", ref.peer_id)
         finally:
             self._num_calls -= 1

@@ -5,7 +5,7 @@ nobody waits; and by a member, ahead of need.
 Rules: the digest of the text is known before anybody is asked, so a description is checked against it, and every chunk
 against the description, before anything is kept. Chunks are kept in their order, so a text that is not whole yet ends
 where the next one belongs. One donor gives at a time, the one that answers first. If it fails, the next goes on from
-there. When all have failed, it is asked anew who there is, until nothing has arrived for `PATIENCE_S`. Who finds all of
+there. When all have failed, it is asked anew who there is, until nothing has arrived for `patience_s`. Who finds all of
 them busy with others waits for its turn, up to `QUEUE_S`.
 
 Memory is bounded: one chunk. Nothing here knows a disk.
@@ -27,7 +27,7 @@ from isthmus.elastic.state.wire import ChunkMap, Pace, TextOffer
 _log = logging.getLogger(__name__)
 
 PATIENCE_S = 30.0
-"""How long nobody may have given anything. A run that is starting has its first member within that."""
+"""How long nobody may have given anything to a joiner. A run that is starting has its first member within that."""
 QUEUE_S = 3600.0
 """How long all who have the text may be busy with others."""
 _HEAD_START_S = 0.5
@@ -68,7 +68,7 @@ class TextFetch:
         advanced: told of every chunk that is kept: who gave it, bytes that are there now, bytes of the whole.
         clock: monotonic seconds.
         pace: deadlines; tightened by what was measured.
-        patience_s: see `PATIENCE_S`.
+        patience_s: how long nobody may have given anything; 0: one round of attempts.
     """
 
     def __init__(

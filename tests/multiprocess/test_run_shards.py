@@ -3,6 +3,7 @@
 
 import functools
 import http.server
+import signal
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,7 +13,7 @@ import pytest
 
 from isthmus.trainer.data.prep.preparing import Settings, prepare
 from isthmus.trainer.data.prepared import PreparedText
-from tests.multiprocess.run_harness import OPEN_END, Process, assert_same_commits, running
+from tests.multiprocess.run_harness import LEFT, OPEN_END, Process, assert_same_commits, running
 from tests.multiprocess.test_run_audit import audited
 from tests.unit.trainer.prep_rig import documents, write_jsonl, write_parquet
 
@@ -42,6 +43,11 @@ def _prepared(folder: Path) -> PreparedText:
 def _shards(process: Process) -> list[str]:
     """Names of the training shards that came from elsewhere."""
     return [event["name"] for event in process.events("shard") if event["name"].startswith("train-")]
+
+
+def _said(process: Process) -> str:
+    """Its log."""
+    return process.console.with_suffix(".err").read_text()
 
 
 def _copies(process: Process) -> int:
@@ -96,6 +102,32 @@ def test_no_sample_is_lost_or_doubled_though_one_has_the_shards_one_fetches_them
     assert _copies(again) <= 2 + 8 + 5, "index, tokenizer, held-out shards, and what the bound leaves"
     assert not founder.events("shard")
     assert again.events("evaluate") or founder.events("evaluate")
+
+
+def test_peers_that_lack_a_shard_wait_while_the_only_one_that_has_it_is_suspended(tmp_path: Path) -> None:
+    """Found before: after 30 s they ended with 4, though a coordinator was there."""
+    with running(tmp_path) as run:
+        _prepared(tmp_path)
+        text = ("--node.data", str(tmp_path / "prepared"))
+        settings = (*text, "--members.stall-timeout", "60s", *ONE_AT_A_TIME)
+        coordinator = run.coordinator("--data.path", "none", *settings, "--outer-steps", str(OPEN_END))
+        run.wait_for_ticket()
+        owner = run.join(*text)
+        run.until_step(1, owner)
+        lacking = [run.join("--node.data_cache", "20KB") for _ in range(2)]
+        run.until("shards", lambda: all(_shards(process) for process in lacking))
+        owner.signal(signal.SIGSTOP)
+        run.until("a word on what is missing", lambda: any("shard_missing" in _said(process) for process in lacking))
+        before = max(process.step for process in lacking)
+        owner.signal(signal.SIGCONT)
+        run.until_step(before + 6, owner, *lacking)
+        for process in (owner, *lacking):
+            process.signal(signal.SIGINT)
+        assert run.until_ended(owner, *lacking) == [LEFT] * 3, run.story()
+        coordinator.signal(signal.SIGINT)
+        assert run.until_ended(coordinator) == [0], run.story()
+        audited(run, coordinator, owner, *lacking)
+    assert all(_said(process).count("shard_missing") <= 1 for process in lacking)
 
 
 def test_shards_come_from_a_url_and_from_a_peer_that_has_them_itself_from_there(tmp_path: Path) -> None:

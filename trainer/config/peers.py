@@ -50,7 +50,8 @@ class MembersSection(Section):
     norm_guard: Annotated[float, Field(gt=1, le=1e30)] = 10.0
     """A payload whose numbers are so many times larger than the others' is left out of the mean; 1e30: none is."""
     outage_s: Annotated[Seconds, Field(gt=0, le=30 * 86400)] = 600.0
-    """How long a peer looks for a lost coordinator before it gives up with exit code 4."""
+    """How long a peer looks for a lost coordinator before it gives up with exit code 4. Likewise if nobody gives the
+    shard that it needs to train on."""
     ticket_lifetime_s: Annotated[Seconds, Field(gt=0, le=365 * 86400)] = 7 * 86400.0
     """How long a ticket lets strangers in."""
 

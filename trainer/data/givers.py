@@ -8,6 +8,7 @@ Errors: `NobodyReachable` (4), `DataError` (2), `EnvironmentFault` (3).
 
 import asyncio
 import logging
+import time
 from collections.abc import Awaitable, Callable, Sequence
 from types import ModuleType
 from typing import Final
@@ -93,28 +94,41 @@ class UrlPlace:
         parts = {shard.digest: (shard.name, index.nbytes(shard)) for shard in index.shards}
         if index.tokenizer is not None:
             parts[index.tokenizer] = (TOKENIZER_NAME, _MAX_INDEX_NBYTES)
+        told: dict[str, str] = {}
 
         async def give(shelf: TextShelf, digest: str) -> Given:
             name, nbytes = parts[digest]
             try:
-                async with asyncio.timeout(_URL_PATIENCE_S + nbytes / _URL_FLOOR_BYTES_PER_S):
-                    data = await in_thread(self._read, name, nbytes)
+                data = await in_thread(self._read, name, nbytes)
                 if not await in_thread(shelf.adopt, data):
                     raise DataError(None, f"at {self.url} has another {name} than its index says", cure="copy it again")
-            except (DataError, TimeoutError) as error:
+            except DataError as error:
                 if otherwise is None:
-                    raise _unreachable(self.url, error) from error
-                log.warning("shard_not_at_url name=%s cause=%r", name, str(error))
+                    raise NobodyReachable(
+                        f"{self.url} does not give a part of the run's text: {error}", cure="look at that place"
+                    ) from error
+                if told.get(name) != str(error):  # it may be asked for again and again
+                    told[name] = str(error)
+                    log.warning("shard_not_at_url name=%s cause=%r", name, str(error))
                 return await otherwise(shelf, digest)
             return Given(url=self.url, peers=())
 
         return give
 
     def _read(self, name: str, most_nbytes: int) -> bytes:
+        """All of it; what is asked for at once may come in pieces. A request that hangs ends when the library says so.
+
+        Found before: the deadline was around the thread, and threw away what had come too late.
+        """
         fsspec = _library()
+        ends_at = time.monotonic() + _URL_PATIENCE_S + most_nbytes / _URL_FLOOR_BYTES_PER_S
+        data = bytearray()
         try:
             with fsspec.open(f"{self.url}/{name}", "rb") as file:
-                data = file.read(most_nbytes + 1)
+                while piece := file.read(most_nbytes + 1 - len(data)):
+                    data += piece
+                    if len(data) < most_nbytes and time.monotonic() > ends_at:
+                        raise TimeoutError("it takes too long")
         except ImportError as error:
             raise EnvironmentFault(
                 f"{self.url} cannot be read: {error}", cure="install what the fsspec library needs for such a URL"
@@ -126,11 +140,6 @@ class UrlPlace:
         if len(data) > most_nbytes:
             raise DataError(None, f"at {self.url} has a longer {name} than its index says", cure="copy it again")
         return bytes(data)
-
-
-def _unreachable(url: str, error: Exception) -> NobodyReachable:
-    cause = str(error) or "it takes too long"
-    return NobodyReachable(f"{url} does not give a part of the run's text: {cause}", cure="look at that place")
 
 
 def _library() -> ModuleType:

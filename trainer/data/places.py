@@ -82,14 +82,14 @@ class GivenPrepared:
         if digest == self._text.manifest.digest:
             return self
         path = self._places.find(digest.hex())
+        if path is None:
+            return None
         try:
-            manifest = None if path is None else describe_part(path)
-        except OSError as error:  # it may have made room just now
+            manifest = describe_part(path)
+            return _GivenPart(path, manifest, self._text.description) if manifest.digest == digest else None
+        except OSError as error:  # it may have made room just now. Found before: between the two, and the peer ended
             log.debug("part_unreadable cause=%r", str(error))
             return None
-        if path is None or manifest is None or manifest.digest != digest:
-            return None
-        return _GivenPart(path, manifest, self._text.description)
 
 
 class _GivenPart:

@@ -174,7 +174,7 @@ class Peer:
 
     async def _take_part(self, aside: tuple[RoundKey, Held] | None) -> Finish:
         membership, holdings = self._membership(aside), self._holdings
-        supply = shard_supply(self._start, membership, self.connections, self._chronicle)
+        supply = shard_supply(self._start, self.connections, self._chronicle)
         feed = SampleFeed(membership, stock=samples_in_stock(self._start.config), supply=supply)
         self._overseer.membership, self._observer.feed = membership, feed
         training = self._training(membership, feed)

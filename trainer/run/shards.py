@@ -6,8 +6,8 @@ Must not know leases, nor how a text is kept (trainer/data).
 
 from collections.abc import Sequence
 
+from isthmus.collective.core.types import Member, PeerId
 from isthmus.collective.transport import Channel, Purpose
-from isthmus.elastic.shell.member import Membership
 from isthmus.elastic.state.replica import SharedText
 from isthmus.trainer.data.corpus import Corpus
 from isthmus.trainer.data.givers import from_peers
@@ -34,42 +34,63 @@ def text_to_give(start: Start) -> SharedText | None:
             return None
 
 
-def shard_supply(
-    start: Start, membership: Membership, connections: Connections, chronicle: Chronicle
-) -> ShardSupply | None:
+def shard_supply(start: Start, connections: Connections, chronicle: Chronicle) -> ShardSupply | None:
     """Sees that the shards of this peer's leases are here; None where its text is in one piece."""
     config, text = start.config, None if start.text is None else start.text.corpus
     if not isinstance(text, PreparedText):
         return None
-    peers = _WaysToMembers(start, membership, connections)
-    return ShardSupply(
+    peers = WaysToMembers(start, connections)
+
+    def advanced(_giver: PeerId, _there_nbytes: int, _whole_nbytes: int) -> None:
+        supply.moved()
+
+    # The supply has the patience, so that each attempt begins with the URL, and with the shard that is needed by then.
+    give = giver_of(text, config, from_peers(peers.find, peers.dial, patience_s=0.0, advanced=advanced))
+    supply = ShardSupply(
         text,
         ShardPlaces(text, start.folder.path),
         sample_order(text, config),
         pool=config.data.shuffle_shards,
-        give=giver_of(text, config, from_peers(peers.find, peers.dial)),
+        give=give,
         arrived=lambda fetched: chronicle.emit(shard_fetched(fetched)),
+        patience_s=config.members.outage_s,
         limit_nbytes=config.node.data_cache_nbytes,
     )
+    return supply
 
 
-class _WaysToMembers:
-    """Where the members are, and a connection to one of them, also to one that can only call."""
+_MAX_FORMER = 8
+"""Peers that are no members now and are asked all the same."""
 
-    def __init__(self, start: Start, membership: Membership, connections: Connections) -> None:
+
+class WaysToMembers:
+    """Where the members are, and a connection to one of them, also to one that can only call.
+
+    They are those of the newest view; then those of earlier ones, who may be back and not be members yet. Found before:
+    those of the view in which this peer became active were asked, and nobody who had come later.
+    """
+
+    def __init__(self, start: Start, connections: Connections) -> None:
         self._start = start
-        self._membership = membership
         self._connections = connections
+        self._known: dict[PeerId, Member] = {}
+        """Members of the views in which somebody was asked, as they were last; the latest are last."""
 
     async def find(self) -> Sequence[str]:
-        view = self._membership.active_view
-        others = [] if view is None else [one.address for one in view.members if one.ref != self._start.me]
+        """Addresses of the other members, and of the coordinators."""
+        members = {one.peer_id: one for one in self._members() if one.ref != self._start.me}
+        former = [one for peer_id, one in self._known.items() if peer_id not in members][-_MAX_FORMER:]
+        self._known = {one.peer_id: one for one in former} | members
+        others = [one.address for one in (*members.values(), *reversed(former))]
         return (*others, *(address for address in self._start.coordinators if address not in others))
 
     async def dial(self, address: str) -> Channel:
-        view = self._membership.active_view
-        members = () if view is None else view.members
-        member = next((one for one in members if one.address == address), None)
+        """A STATE connection to whoever is there."""
+        member = next((one for one in self._members() if one.address == address), None)
         if member is not None:
             return await self._connections.dial_donor(member)
         return await self._connections.dial(address, Purpose.STATE)
+
+    def _members(self) -> Sequence[Member]:
+        view = self._connections.communicator.view
+        return () if view is None else view.members
