@@ -2,10 +2,10 @@
 """Deadlines of one running round: who is gone, who stands still, when it is over anyway.
 
 Rules: every round ends. A member is a suspect when its connection broke and cannot be made anew within a short grace
-(longer before we have met; at once if its host refuses), when its host does not answer any more, when it has opened the
-round and then stands still (core/progress.py), or when the round's own deadline passes. A member that has not opened is
-still computing: no suspect, as long as its host is there. Whoever needs a broken connection repairs it from here, so
-every dial has an owner.
+(longer before we have met; at once if it is refused wherever it may be), when its host does not answer any more, when
+it has opened the round and then stands still (core/progress.py), or when the round's own deadline passes. A member that
+has not opened is still computing: no suspect, as long as its host is there. Whoever needs a broken connection repairs
+it from here, so every dial has an owner.
 """
 
 import asyncio

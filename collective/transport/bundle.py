@@ -119,6 +119,7 @@ class Bundle:
         """Whether any stream was ever up."""
         self.host = ""
         """Where its newest stream comes from or leads to; empty before the first."""
+        self._own_host = ""
         self.round_trip_s = 0.0
         self.notices: deque[Outgoing] = deque()
         self.results: deque[Outgoing] = deque()
@@ -162,7 +163,7 @@ class Bundle:
 
     @property
     def is_refused(self) -> bool:
-        """Whether the peer's host says that nobody listens there."""
+        """Whether it was refused wherever it may be: nobody listens there."""
         return self._redial.is_refused
 
     @property
@@ -296,7 +297,7 @@ class Bundle:
         link = link_over(sock, stream=stream, limits=self._limits, caps=self._caps, owner=self)
         self._links[stream] = link
         with contextlib.suppress(OSError):  # it is broken already
-            self.host = plain_host(str(sock.getpeername()[0]))
+            self._be_between(plain_host(str(sock.getsockname()[0])), plain_host(str(sock.getpeername()[0])))
         known_s = [seconds for seconds in (self.round_trip_s, round_trip_s(sock)) if seconds > 0.0]
         self.round_trip_s = min(known_s, default=0.0)
         self._control = congestion_control_of(sock)
@@ -311,6 +312,12 @@ class Bundle:
             self._owes_repeat = False
             self._owner.on_renewed(self)
         link.wake()
+
+    def _be_between(self, own_host: str, host: str) -> None:
+        """Forget how long another path was, and its pace. Found before: a pair that had met in one room stayed near."""
+        if (own_host, host) != (self._own_host, self.host):
+            self._own_host, self.host = own_host, host
+            self.round_trip_s, self._pace, self._raised, self._num_used = 0.0, None, 1.0, MAX_STREAMS
 
     def wake(self) -> None:
         """Something was put into a queue."""

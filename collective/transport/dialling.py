@@ -8,7 +8,9 @@ Rules: one deadline for everything. Nothing is left open after an error. Does no
 """
 
 import asyncio
+import functools
 import ipaddress
+import logging
 import socket
 from collections.abc import Awaitable, Callable, Sequence
 from typing import NamedTuple, TypeVar
@@ -34,6 +36,7 @@ from isthmus.collective.transport.sockets import EncryptionFailed, SocketOptions
 from isthmus.collective.transport.tls import TlsSocket
 
 T = TypeVar("T")
+log = logging.getLogger(__name__)
 
 _HEAD_START_S = 0.25
 """Of each candidate over the next, as RFC 8305 advises."""
@@ -123,8 +126,26 @@ async def _first(
         return found[1]
 
     candidates = candidates_of(address)[:MAX_CANDIDATES]
-    ways = candidates if len(candidates) == 1 else sort_candidates(candidates, own_interfaces())
-    return await among(address, ways, by_name)
+    return await among(address, candidates if len(candidates) == 1 else _in_order(candidates), by_name)
+
+
+def _in_order(candidates: Sequence[str]) -> list[str]:
+    """The likeliest first; as they come where the operating system does not tell which addresses are our own.
+
+    Found before: it opens a file for that, so the first dial of a process that had no descriptor left ended it.
+    """
+    try:
+        own = own_interfaces()
+    except OSError as error:
+        _warn_of_no_order(str(error))
+        own = ()
+    return sort_candidates(candidates, own)
+
+
+@functools.cache
+def _warn_of_no_order(cause: str) -> None:
+    """Once."""
+    log.warning("own_addresses_unknown cause=%r; the candidates of an address are dialled as they come", cause)
 
 
 def _failure(address: str, causes: dict[str, CollectiveError]) -> CollectiveError:

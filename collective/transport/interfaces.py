@@ -22,7 +22,11 @@ _FAR_AWAY = ((socket.AF_INET, "192.0.2.1"), (socket.AF_INET6, "2001:db8::1"))
 
 
 def own_interfaces() -> tuple[IPInterface, ...]:
-    """The addresses of all interfaces that are up, with their networks; loopback is left out."""
+    """The addresses of all interfaces that are up, with their networks; loopback is left out.
+
+    Raises:
+        OSError: they are not told, as where this process may open no more files.
+    """
     stats = psutil.net_if_stats()
     found: list[IPInterface] = []
     for name, addresses in psutil.net_if_addrs().items():

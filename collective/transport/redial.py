@@ -3,7 +3,8 @@
 dials as well if no call has come for a while: its peer may be behind a NAT that only it can be called through.
 
 Rules: a repair is somebody's task and ends with it. One at a time; there is none in the background. A connection that
-comes up when the pair has one in the other direction already is given up.
+comes up when the pair has one in the other direction already is given up. The candidate that led there last is dialled
+first, alone; the peer is taken for gone only when all of them refuse.
 """
 
 import asyncio
@@ -11,7 +12,7 @@ import logging
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from isthmus.collective.core.address import candidates_of, split_address
+from isthmus.collective.core.address import candidates_of
 from isthmus.collective.core.types import PeerRef
 from isthmus.collective.errors import CollectiveError, PeerUnreachable
 from isthmus.collective.transport.dialling import knock, open_connection
@@ -50,11 +51,11 @@ class Redial:
         security: Security | None,
     ) -> None:
         self.is_refused = False
-        """Whether the peer's host says that nobody listens there."""
+        """Whether it was refused wherever it may be: nobody listens there."""
         self.cause = ""
         """Why the last attempt failed."""
         self.path: str | None = None
-        """The candidate that led there last."""
+        """The candidate that led there last; None as long as one is dialled in vain."""
         self._bundle = bundle
         self._hello = hello
         self._options = options
@@ -87,7 +88,6 @@ class Redial:
                     self.is_refused, self.cause = error.is_refused, error.cause
                     if self.is_refused and bundle.was_connected:
                         return
-                    self.path = None
                     log.debug("dial_failed peer_id=%s cause=%s", bundle.peer_id, error.cause)
                 except CollectiveError as error:
                     self.cause = str(error)
@@ -111,15 +111,36 @@ class Redial:
         return now - self._waits_since >= _WAIT_FOR_CALL_S
 
     async def _dial_missing(self, address: str) -> None:
-        if self.path not in candidates_of(address):
+        """Over the candidate that led there last, or else over whichever does now.
+
+        It is forgotten until it answers again, also if this is cancelled while it is silent. Found before: it was
+        dialled alone for as long as the address named it. When it refused, or somebody else was there, the peer was
+        taken for dead in every view, though another candidate led to it.
+
+        Raises:
+            CollectiveError: none leads there.
+        """
+        path, self.path = self.path, None
+        if path in candidates_of(address):
+            await self._dial_over(path, address)
+        if self.path is None and self._bundle.missing_streams:
             await self._dial(address, self._bundle.missing_streams[0])  # finds the way for the others
-        path = self.path or address
+        if self.path is not None:
+            await self._dial_over(self.path, address)
+
+    async def _dial_over(self, path: str, address: str) -> None:
+        """Dial all that are missing over one candidate.
+
+        Raises:
+            CollectiveError: it does not lead there, and is the only one.
+        """
         async with asyncio.TaskGroup() as group:
             dials = [group.create_task(self._try_dial(path, stream)) for stream in self._bundle.missing_streams]
-        for finished in dials:
-            error = finished.result()
-            if error is not None:
+        for error in filter(None, (finished.result() for finished in dials)):
+            if path == address:
                 raise error
+            self.cause = str(error)
+            log.debug("path_failed peer_id=%s path=%s cause=%s", self._bundle.peer_id, path, error)
 
     async def _try_dial(self, address: str, stream: int) -> CollectiveError | None:
         """Dial one stream. An error is returned, so that it does not take the other dials with it."""
@@ -142,16 +163,14 @@ class Redial:
         if reply.ref != bundle.peer:
             sock.close()
             raise PeerUnreachable(address, "another start of the peer answers there")
+        self.path = path
         if bundle.closed or (bundle.is_connected and not bundle.is_dialler):
             sock.close()
             return
-        self.path = path
         bundle.is_dialler = True
         bundle.attach(sock, stream)
 
     async def _look(self, address: str) -> None:
         """As the side that waits: find out at once if nobody listens there any more."""
-        host = self._bundle.host
-        known = [item for item in candidates_of(address) if split_address(item)[0] == host]
-        await knock(known[0] if known else address, self._options, timeout_s=_DIAL_TIMEOUT_S)
+        await knock(address, self._options, timeout_s=_DIAL_TIMEOUT_S)
         self._has_looked = True

@@ -8,8 +8,10 @@ Exit codes: see `trainer.errors.ExitCode`. What talks to a running peer ends wit
 it is not done.
 """
 
+import contextlib
 import errno
 import os
+import resource
 import sys
 from typing import Annotated
 
@@ -30,6 +32,8 @@ from isthmus.trainer.cli.completion import TakesConfig
 from isthmus.trainer.cli.config import invocation_of
 from isthmus.trainer.cli.support import PROGRAM, TAKES_CONFIG, report, take_apart
 from isthmus.trainer.errors import ConfigError, EnvironmentFault, ExitCode
+
+_MANY_FILES = 1 << 16
 
 app = typer.Typer(
     name=PROGRAM,
@@ -83,6 +87,7 @@ def about_data() -> None:
 def main() -> None:
     """The console script."""
     _have_descriptors()
+    _allow_many_files()
     sys.exit(run(sys.argv[1:]))
 
 
@@ -144,6 +149,19 @@ def _have_descriptors() -> None:
             os.open(os.devnull, os.O_RDWR)  # takes the smallest number that is free
     sys.stdout = sys.stdout or open(1, "w")  # noqa: SIM115 - open as long as the process
     sys.stderr = sys.stderr or open(2, "w")  # noqa: SIM115
+
+
+def _allow_many_files() -> None:
+    """Raise the limit of open files, for this process and all that it starts, as far as may be or as is of any use.
+
+    Each connection is a file, and a login shell allows 1,024. Without end it would be of harm: where a program has no
+    better way (`os.closerange` on an old libc), it closes each number up to the limit.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _MANY_FILES if hard == resource.RLIM_INFINITY else min(hard, _MANY_FILES)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        with contextlib.suppress(OSError, ValueError):  # a system with a bound of its own
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 @app.callback(invoke_without_command=True)

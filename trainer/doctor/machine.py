@@ -134,7 +134,10 @@ def _write_speed(place: Path, nbytes: int) -> float:
 
 
 def files() -> Check:
-    """How many files may be open, and where the memory lies that daemon and workers share."""
+    """How many files may be open, and where the memory lies that daemon and workers share.
+
+    The limit is this process's own: every command has raised it as far as it may (cli/app.py), as a peer will.
+    """
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     shown = "any number of" if limit == resource.RLIM_INFINITY else f"{limit:,}"
     try:
@@ -150,7 +153,7 @@ def files() -> Check:
     text = f"{shown} open files, {shared}"
     if 0 <= limit < _FEW_FILES:
         level = fail if limit < _TOO_FEW_FILES else warn
-        return level("files", text, "a connection is an open file: ulimit -n 4096", max_open_files=limit)
+        return level("files", text, "a connection is an open file; as root: ulimit -Hn 4096", max_open_files=limit)
     return ok("files", text, max_open_files=limit)
 
 

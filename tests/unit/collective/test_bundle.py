@@ -237,6 +237,29 @@ async def test_the_distance_is_that_of_the_quickest_stream(monkeypatch):
         assert bundle.round_trip_s == 0.0003
 
 
+@pytest.mark.skipif(not hasattr(socket, "TCP_CONGESTION"), reason="pacing is Linux's")
+async def test_what_was_known_of_one_path_is_forgotten_over_another(monkeypatch):
+    seen_s = iter([0.0003, 0.004, 0.05, 0.06])
+    monkeypatch.setattr("isthmus.collective.transport.bundle.round_trip_s", lambda _sock: next(seen_s))
+    monkeypatch.setattr("isthmus.collective.transport.bundle.congestion_control_of", lambda _sock: "bbr")
+    async with bundle_of(2, round_trip_s=None) as (bundle, _, theirs):
+
+        def attach(host):
+            with socket.create_server((host, 0)) as server:
+                ours = socket.create_connection(server.getsockname())
+                theirs.append(server.accept()[0])
+            ours.setblocking(False)
+            bundle.attach(ours, 0)
+
+        assert bundle.round_trip_s == 0.0003
+        attach("127.0.0.2")
+        assert (bundle.round_trip_s, bundle.is_far) == (0.05, True)
+        bundle.pace(10e6)
+        monkeypatch.setattr("isthmus.collective.transport.bundle.round_trip_s", lambda _sock: 0.0004)
+        attach("127.0.0.1")
+        assert (bundle.round_trip_s, bundle.is_far, bundle.pace_now) == (0.0004, False, None)
+
+
 class SetClock:
     """The loop, but for its time."""
 

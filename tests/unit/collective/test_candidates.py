@@ -2,8 +2,11 @@
 """Addresses with several candidates: in which order they are dialled, which one counts, what is told of the rest."""
 
 import asyncio
+import contextlib
 import ipaddress
+import resource
 import socket
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -20,7 +23,7 @@ from isthmus.collective.core.address import (
     split_address,
 )
 from isthmus.collective.errors import CollectiveError, ConnectionLost, HandshakeRefused, PeerUnreachable
-from isthmus.collective.transport import Channel, Hello, HelloReply, Listener, Purpose, connect
+from isthmus.collective.transport import Channel, Hello, HelloReply, Listener, Purpose, connect, dialling
 from isthmus.collective.transport.interfaces import gather_candidates, plain_host, sort_candidates
 from isthmus.collective.transport.racing import race
 from isthmus.collective.transport.wire import PROTOCOL_VERSION
@@ -192,6 +195,35 @@ async def test_who_is_not_reached_is_told_with_every_candidate_and_its_error() -
         str(unreachable.value) == f"nobody answers: {NOBODY} (refused), {stranger.address} (another peer answers there)"
     )
     assert not unreachable.value.is_refused
+
+
+@contextlib.contextmanager
+def _no_descriptor_left() -> Iterator[None]:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+async def test_without_a_descriptor_left_nobody_is_reached_and_that_is_all() -> None:
+    address = join_candidates([NOBODY, "127.0.0.1:2"])
+    with _no_descriptor_left(), pytest.raises(PeerUnreachable) as unreachable:
+        await connect(address, _hello(), timeout_s=5)
+    assert all("Too many open files" in cause for cause in unreachable.value.attempts.values())
+    assert not unreachable.value.is_refused
+
+
+def test_candidates_are_dialled_as_they_come_where_ones_own_addresses_are_not_known(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    dialling._warn_of_no_order.cache_clear()
+    with _no_descriptor_left():
+        for _ in range(2):
+            assert dialling._in_order(["192.0.2.1:1", "127.0.0.1:1", "10.9.0.2:1"]) == ["192.0.2.1:1", "10.9.0.2:1"]
+    (warning,) = caplog.records
+    assert warning.getMessage().startswith("own_addresses_unknown cause=")
 
 
 async def test_a_no_says_more_than_silence() -> None:

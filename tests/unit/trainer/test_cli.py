@@ -7,6 +7,7 @@ import json
 import logging
 import os
 import re
+import resource
 import signal
 import subprocess
 import sys
@@ -190,6 +191,24 @@ def test_mistake_is_one_sentence_and_exit_code_2(isthmus: Isthmus, arguments: li
 
 def test_a_process_ends_with_the_sentence_and_the_code(tmp_path: Path) -> None:
     assert_one_sentence(in_a_process("jion", cwd=tmp_path), ExitCode.USAGE, "no such command 'jion'", "join")
+
+
+@pytest.mark.parametrize(("hard", "expected"), [(600, 600), (None, 1 << 16)], ids=["as far as may be", "and no more"])
+def test_a_process_may_open_more_files_than_its_shell_says(tmp_path: Path, hard: int | None, expected: int) -> None:
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    if hard is None and most != resource.RLIM_INFINITY:
+        expected = min(expected, most)
+    code = f"""
+import resource
+from isthmus.trainer.cli.app import main
+resource.setrlimit(resource.RLIMIT_NOFILE, (128, {most if hard is None else hard}))
+try:
+    main()
+finally:
+    print(resource.getrlimit(resource.RLIMIT_NOFILE)[0])
+"""
+    done = in_a_process("--version", cwd=tmp_path, launch=code)
+    assert (done.stdout.splitlines()[-1], done.stderr) == (str(expected), "")
 
 
 def test_every_mistake_in_a_configuration_has_a_line_of_its_own(isthmus: Isthmus) -> None:
