@@ -39,10 +39,16 @@ class ChannelFrame(NamedTuple):
 
 
 class Channel:
-    """One CONTROL or STATE connection after its handshake. `hello` is the other side's word about itself."""
+    """One CONTROL or STATE connection after its handshake.
 
-    def __init__(self, sock: socket.socket, hello: Hello) -> None:
+    Attributes:
+        hello: the other side's word about itself.
+        seen_from: the host that the other side saw us come from; empty where we were dialled.
+    """
+
+    def __init__(self, sock: socket.socket, hello: Hello, *, seen_from: str = "") -> None:
         self.hello = hello
+        self.seen_from = seen_from
         self.closed = False
         self._is_closed = asyncio.Event()
         self._sock = sock
@@ -212,4 +218,4 @@ async def connect(
         peer_id=reply.peer_id,
         incarnation=reply.incarnation,
     )
-    return Channel(sock, answered)
+    return Channel(sock, answered, seen_from=reply.seen_from)

@@ -87,6 +87,8 @@ class HelloReply(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     incarnation: Annotated[Incarnation, Meta(ge=0, le=2**53)]
     shares_memory: bool = False
     """From here on bytes go through the memory that was offered."""
+    seen_from: Annotated[str, Meta(max_length=64)] = ""
+    """The host that the dialler comes from, as the side that accepts it sees it."""
     credential: Annotated[bytes, Meta(max_length=MAX_CREDENTIAL_NBYTES)] = b""
     """Proves who answers where the hello proved who dials."""
 

@@ -8,6 +8,7 @@ Rules: asks the operating system anew every time, since interfaces come and go; 
 import ipaddress
 import socket
 from collections.abc import Sequence
+from pathlib import Path
 
 import psutil
 
@@ -19,6 +20,8 @@ IPInterface = ipaddress.IPv4Interface | ipaddress.IPv6Interface
 _FAMILIES = (socket.AF_INET, socket.AF_INET6)
 _FAR_AWAY = ((socket.AF_INET, "192.0.2.1"), (socket.AF_INET6, "2001:db8::1"))
 """Addresses for documentation (RFC 5737, RFC 3849), beyond any network of ours; nothing is sent to them."""
+_IPV6_ADDRESSES = Path("/proc/net/if_inet6")  # of Linux
+_IS_TEMPORARY = 0x01
 
 
 def own_interfaces() -> tuple[IPInterface, ...]:
@@ -40,17 +43,25 @@ def own_interfaces() -> tuple[IPInterface, ...]:
 
 
 def gather_candidates(host: str, port: int) -> list[str]:
-    """Where a socket that listens on a wildcard host may be reached: the address that leads out of here comes first.
+    """Where a socket that listens on a wildcard host may be reached: the network that leads out of here comes first.
+
+    Temporary addresses come last: each is another one tomorrow, and leads nowhere that a lasting one of its network
+    does not. Found before: they came first, and pushed the lasting one out of what a peer tells.
 
     Args:
         host: "*", "::" or "0.0.0.0"; the last one is of IPv4 only.
         port: that it listens on.
     """
     versions = (4,) if host == "0.0.0.0" else (4, 6)
-    own = [item.ip for item in own_interfaces() if item.version in versions]
-    ways_out = _ways_out()
-    own.sort(key=lambda ip: ways_out.index(ip) if ip in ways_out else len(ways_out))
-    return [*(join_address(str(ip), port) for ip in own), join_address("127.0.0.1", port)]
+    own = [item for item in own_interfaces() if item.version in versions]
+    ways_out, temporary = _ways_out(), _temporary_addresses()
+
+    def rank(item: IPInterface) -> tuple[bool, int, bool]:
+        near = (place for place, way in enumerate(ways_out) if way in item.network)
+        return item.ip in temporary, next(near, len(ways_out)), item.ip not in ways_out
+
+    own.sort(key=rank)
+    return [*(join_address(str(item.ip), port) for item in own), join_address("127.0.0.1", port)]
 
 
 def sort_candidates(candidates: Sequence[str], own: Sequence[IPInterface]) -> list[str]:
@@ -114,6 +125,16 @@ def _ways_out() -> list[IPAddress]:
         except OSError:
             continue
     return found
+
+
+def _temporary_addresses() -> frozenset[IPAddress]:
+    """Those of IPv6 that the system replaces every day (RFC 8981); none where it does not say."""
+    try:
+        lines = _IPV6_ADDRESSES.read_text().splitlines()
+    except OSError:
+        return frozenset()
+    rows = (line.split() for line in lines)  # address, interface, length of prefix, scope, flags, name
+    return frozenset(ipaddress.ip_address(bytes.fromhex(row[0])) for row in rows if int(row[4], 16) & _IS_TEMPORARY)
 
 
 def _ip(candidate: str) -> IPAddress | None:

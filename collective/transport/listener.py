@@ -285,6 +285,8 @@ class Listener:
     async def _answer(self, caller: _Caller, hello: Hello, reply: HelloReply) -> None:
         """Send the reply, and take the memory that is offered for a plain bulk connection within this machine."""
         memory = None
+        if reply.accepted:
+            reply = msgspec.structs.replace(reply, seen_from=caller.host)
         is_plain = not isinstance(caller.sock, TlsSocket)
         if reply.accepted and is_plain and self._security is not None and hello.purpose not in STRANGERS:
             reply = self._security.answer(hello, reply)

@@ -32,6 +32,9 @@ class Attendance:
         One that is late follows the commits, and need not be a learner for that.
         """
         step = message.held.outer_step if message.held is not None else OuterStep(0)
+        if isinstance(message, Join):
+            # Found before: a member's was passed over, and newcomers were told where it had been.
+            session.address = message.address
         if not self._state.is_excused(session.ref):
             session.shows(step, self._state.outer_step, self._turn.now)
             self._news.tell(session)
@@ -39,7 +42,6 @@ class Attendance:
         if message.held is not None and step <= self._state.outer_step:
             session.synced = message.held
         if isinstance(message, Join):
-            session.address = message.address
             self._news.tell(session)
 
     def beats(self, session: Session, beat: Heartbeat) -> None:

@@ -24,8 +24,8 @@ class Holders:
 
     def members(self) -> tuple[Member, ...]:
         """Members that hold the committed state, or have it staged."""
-        sessions = self._roster.sessions
-        return tuple(one for one in self._state.view.members if sessions[one.peer_id].holds_state is not False)
+        sessions = (self._roster.sessions[one.peer_id] for one in self._state.view.members)
+        return tuple(session.member for session in sessions if session.holds_state is not False)
 
     def keepers(self) -> list[Session]:
         """Leavers that are no members any more and stay for the state."""
@@ -35,7 +35,7 @@ class Holders:
     def donors(self) -> tuple[Member, ...]:
         """Who can serve the committed state."""
         keepers = [item for item in self.keepers() if self.holds(item)]
-        return (*self.members(), *(Member(item.ref.peer_id, item.ref.incarnation, item.address) for item in keepers))
+        return (*self.members(), *(session.member for session in keepers))
 
     def holds(self, session: Session) -> bool:
         """Whether it is here, and is known to hold the committed state or to have it staged."""

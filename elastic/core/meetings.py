@@ -18,7 +18,7 @@ Nothing is repeated but in answer to a heartbeat.
 
 from collections.abc import Iterable, Sequence
 
-from isthmus.collective.core.types import Instant, Member, PeerRef
+from isthmus.collective.core.types import Instant, PeerRef
 from isthmus.elastic.core.config import CoordinatorConfig
 from isthmus.elastic.core.edges import Edges, have_met
 from isthmus.elastic.core.exit_codes import UNREACHABLE
@@ -74,7 +74,7 @@ class Meetings:
         session.asked_at = now
         for other in missing:
             session.asked.setdefault(other.ref, now)
-        peers = tuple(Member(item.ref.peer_id, item.ref.incarnation, item.address) for item in missing)
+        peers = tuple(other.member for other in missing)
         self._turn.send(session.ref, Meet(peers=peers))
 
     def ask_all(self) -> None:

@@ -11,7 +11,7 @@ All of this dies with the coordinator's process; what must not is in run_state.p
 
 from dataclasses import dataclass, field
 
-from isthmus.collective.core.types import Epoch, Instant, OuterStep, PeerRef
+from isthmus.collective.core.types import Epoch, Instant, Member, OuterStep, PeerRef
 from isthmus.elastic.core.config import CoordinatorConfig
 from isthmus.elastic.core.messages import Heartbeat, Held
 
@@ -72,6 +72,11 @@ class Session:
     """Its inner steps when it was first heard to know that view: what counts was done since."""
     has_worked: bool = False
     """Whether it has done a round's work since, or handed one in."""
+
+    @property
+    def member(self) -> Member:
+        """This start of the peer, where others reach it now. A view has it where it was when that was made."""
+        return Member(self.ref.peer_id, self.ref.incarnation, self.address)
 
     @property
     def comes_back(self) -> bool:

@@ -8,7 +8,7 @@ decided elsewhere.
 from collections.abc import Collection, Mapping, Sequence
 from typing import Final
 
-from isthmus.collective.core.types import Epoch, Member, PeerRef, View
+from isthmus.collective.core.types import Epoch, PeerRef, View
 from isthmus.elastic.core.edges import Edges
 from isthmus.elastic.core.messages import CoordinatorMessage, Evicted, Refused
 from isthmus.elastic.core.news import WRONG, News
@@ -74,9 +74,7 @@ class Views:
             # donor for ever; as learners they wait for any peer that brings the state back.
             self._leave_out(stays, out, "nobody holds the state")
             stays, into = [], []
-        by_ref = {member.ref: member for member in self._state.view.members}
-        members = [by_ref[session.ref] for session in stays]
-        members += [Member(item.ref.peer_id, item.ref.incarnation, item.address) for item in into]
+        members = [session.member for session in (*stays, *into)]
         apart = edges.pairs_apart([*stays, *into])
         view = View(epoch, committed.outer_step, committed.digest, tuple(members), apart)
         excused = tuple(session.ref for session in absent)

@@ -73,6 +73,7 @@ from isthmus.elastic.shell.dialler import Dial, Dialler, NobodyAnswers
 from isthmus.elastic.shell.exchange import RoundRunner, RunningExchange
 from isthmus.elastic.shell.learner import Learner
 from isthmus.elastic.shell.links import Links
+from isthmus.elastic.shell.whereabouts import Locate, Whereabouts
 from isthmus.elastic.state.digest import Hasher
 from isthmus.elastic.state.replica import PrivateState, Replica
 from isthmus.elastic.state.wire import Pace
@@ -108,6 +109,7 @@ class Membership:
         observe: told of everything that happens.
         pace: floors and windows of state transfers.
         private: this peer's own state, which it may borrow before it trains; None: it begins fresh.
+        locate: where others reach this peer now; None: where the machine was told.
         first_contact_timeout_s: without any contact for so long the run is given up with exit code 4. Later outages
             are the machine's matter (`MemberConfig.coordinator_timeout_s`).
         clock: monotonic seconds.
@@ -127,6 +129,7 @@ class Membership:
         observe: Observe = ignore,
         pace: Pace | None = None,
         private: PrivateState | None = None,
+        locate: Locate | None = None,
         first_contact_timeout_s: float = 30.0,
         clock: Callable[[], Instant] = time.monotonic,
         rng: random.Random | None = None,
@@ -162,6 +165,7 @@ class Membership:
             borrow=self._borrow,
         )
         self._links = Links(runner, self._tasks, done=self._feed)
+        self._whereabouts = Whereabouts(locate, moved=self._say_where)
         self._desk = Desk()
         self._alarm = Alarm(clock)
         self._connection: ControlConnection[CoordinatorMessage] | None = None
@@ -182,12 +186,14 @@ class Membership:
             async with self._tasks as tasks:
                 line = tasks.create_task(self._stay_connected())
                 alarm = tasks.create_task(self._keep_time())
+                watch = tasks.create_task(self._whereabouts.watch())
                 finish = await self._carry_out()
                 self._exchange.stop()
                 self._learner.stop()
                 self._links.stop()
                 line.cancel()
                 alarm.cancel()
+                watch.cancel()
             self._observe(told.Finished(code=finish.code, cause=finish.reason))
             return finish
         finally:
@@ -277,7 +283,7 @@ class Membership:
             match effect:
                 case SendToCoordinator(message=message):
                     if self._connection is not None:
-                        self._connection.send(message)
+                        self._connection.send(self._whereabouts.told_in(message))
                     continue
                 case AbortExchange(key=key):
                     self._exchange.void(key)
@@ -335,11 +341,17 @@ class Membership:
                 channel, _COORDINATOR_MESSAGES, silence_timeout_s=self._silence_timeout_s
             )
             self._observe(told.CoordinatorConnected(address=address))
+            self._whereabouts.look(channel.seen_from)
             self._feed(Connected())
             cause = await self._connection.run(self._heard)
             self._connection = None
             self._observe(told.CoordinatorLost(cause=str(cause)))
             self._feed(Disconnected())
+
+    def _say_where(self) -> None:
+        """Connected anew the machine says that it is still here, and in that word is where. It may hear so twice."""
+        if self._connection is not None:
+            self._feed(Connected())
 
     def _heard(self, message: CoordinatorMessage) -> None:
         if isinstance(message, Commit):

@@ -212,11 +212,11 @@ class Run:
         flags = ("-c", str(self.config), "--data", str(self.text), "--node.threads", "1", *flags)
         return self.start("up", "--ticket-file", str(self.ticket), *flags, folder=folder, inside=inside)
 
-    def coordinator(self, *flags: str, folder: Path | None = None) -> Process:
+    def coordinator(self, *flags: str, folder: Path | None = None, inside: Sequence[str] = ()) -> Process:
         """`isthmus coordinator`: a founder without a peer."""
         self.ticket.unlink(missing_ok=True)
         flags = ("-c", str(self.config), "--data.path", str(self.text), *flags)
-        return self.start("coordinator", "--ticket-file", str(self.ticket), *flags, folder=folder)
+        return self.start("coordinator", "--ticket-file", str(self.ticket), *flags, folder=folder, inside=inside)
 
     def join(self, *flags: str, folder: Path | None = None, inside: Sequence[str] = ()) -> Process:
         """`isthmus join` with the founder's ticket."""

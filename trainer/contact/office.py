@@ -5,7 +5,7 @@ Rules: what is answered with None is in the journal. Must not know how a questio
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import msgspec
 
@@ -32,7 +32,7 @@ class Office:
     Attributes:
         me: this start of this process.
         run: its id and secret.
-        addresses: where the run's coordinators listen, the likeliest first.
+        addresses: where the run's coordinators listen now, the likeliest first.
         fingerprint: for tickets; empty if nothing is encrypted.
         lifetime_s: of a ticket, if nobody says otherwise.
         coordinator: the run's.
@@ -42,7 +42,7 @@ class Office:
 
     me: PeerRef
     run: RunIdentity
-    addresses: Sequence[str]
+    addresses: Callable[[], Sequence[str]]
     fingerprint: bytes
     lifetime_s: float
     coordinator: CoordinatorShell
@@ -53,10 +53,11 @@ class Office:
     _newest_id: bytes = field(default=b"", init=False)
 
     def ticket(self) -> Ticket:
-        """The one that others join with: the same as before while it admits."""
+        """The one that others join with: the same as before while it admits, with the addresses of now."""
         current = self._current
         if current is None or current.expires_at_s <= self.now_s() or self._is_revoked(current):
             return self.new_ticket()
+        self._current = current = replace(current, addresses=tuple(self.addresses()))
         return current
 
     def new_ticket(self, *, is_once: bool = False, lifetime_s: float | None = None) -> Ticket:
@@ -66,7 +67,7 @@ class Office:
             ticket_id=self._newest_id,
             secret=self.run.secret,
             run_id=self.run.run_id,
-            addresses=self.addresses,
+            addresses=self.addresses(),
             expires_at_s=round(self.now_s() + (self.lifetime_s if lifetime_s is None else lifetime_s)),
             fingerprint=self.fingerprint,
             is_once=is_once,

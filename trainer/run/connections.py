@@ -22,6 +22,7 @@ from isthmus.elastic.shell.coordinator import CoordinatorShell
 from isthmus.trainer.config.wiring import bulk_options
 from isthmus.trainer.contact.admission import Gatekeeper, hello_maker
 from isthmus.trainer.contact.bouncer import Bouncer
+from isthmus.trainer.contact.reach import Reach
 from isthmus.trainer.doctor.callback import CallBack
 from isthmus.trainer.doctor.service import DoctorService, Surroundings
 from isthmus.trainer.errors import ConfigError, EnvironmentFault
@@ -38,14 +39,14 @@ class Connections:
     """A peer's own: the bulk links of exchanges, and what it dials or has others dial.
 
     Attributes:
-        address: where others reach this peer.
+        reach: where others reach this peer.
         communicator: the collective layer.
         callbacks: calls that one side asks the other for; `serve` says what they are for.
     """
 
-    def __init__(self, start: Start, address: str, serve: Callable[[Channel], Awaitable[None]]) -> None:
+    def __init__(self, start: Start, reach: Reach, serve: Callable[[Channel], Awaitable[None]]) -> None:
         self._start = start
-        self.address = address
+        self.reach = reach
         net, hello = start.config.net, hello_maker(start.me, start.terms.run_id)
         self.communicator = Communicator(
             me=start.me,
@@ -58,7 +59,9 @@ class Connections:
         self.callbacks = Callbacks(self.communicator, dial=self._call_back, serve=serve)
 
     async def dial(self, address: str, purpose: Purpose) -> Channel:
-        """Open a connection to whoever is there."""
+        """Open a connection to whoever is there. A coordinator in this process is where this process is now."""
+        if address == self.reach.first:
+            address = self.reach.now()
         return await self._start.dial(address, purpose, timeout_s=_DIAL_TIMEOUT_S)
 
     async def dial_donor(self, member: Member) -> Channel:

@@ -24,7 +24,7 @@ from isthmus.trainer.config.wiring import fragment_table, tokens_per_sample
 from isthmus.trainer.contact.bouncer import Bouncer
 from isthmus.trainer.contact.identity import PeerFolder
 from isthmus.trainer.contact.office import Office
-from isthmus.trainer.contact.reach import reachable_at
+from isthmus.trainer.contact.reach import Reach
 from isthmus.trainer.data.samples import samples_per_data_epoch
 from isthmus.trainer.errors import ExitCode, IsthmusError, leaves, operator_error
 from isthmus.trainer.record.chronicle import Chronicle
@@ -138,8 +138,8 @@ class _Process:
             self._start, self._bouncer, lambda: None if self._seat is None else self._seat.coordinator
         )
         listening = reception.bind()
-        address = reachable_at(listening, advertise=self._start.config.node.advertise, seen_from=self._start.seen_from)
-        coordinators = self._start.coordinators or self._coordinators(address)
+        reach = Reach(listening, advertise=self._start.config.node.advertise, seen_from=self._start.seen_from)
+        coordinators = self._start.coordinators or self._coordinators(reach.first)
         self._start = start = dataclasses.replace(self._start, coordinators=coordinators)
         self._seat = seat = self._make_seat(chronicle)
         try:
@@ -147,14 +147,14 @@ class _Process:
                 helpers = [tasks.create_task(control.serve()), tasks.create_task(self._count(reception, chronicle))]
                 try:
                     if seat is not None:
-                        if not await seat.open(tasks, address, coordinators):
+                        if not await seat.open(tasks, reach.first, lambda: self._coordinators(reach.now())):
                             return ExitCode.LEFT
                         helpers.append(tasks.create_task(seat.run()))
                     if isinstance(start.options, PeerOptions):
-                        self._peer = Peer(start, address, self._bouncer, chronicle)
+                        self._peer = Peer(start, reach, self._bouncer, chronicle)
                         reception.serve(self._peer.connections, self._peer.donor)
                     listening = await reception.open()
-                    self._announce(chronicle, listening, address)
+                    self._announce(chronicle, listening, reach.now())
                     code = await self._take_part()
                     if self._peer is None and seat is not None and seat.coordinator is not None:
                         chronicle.emit(CoordinatorEnded(complete=seat.coordinator.finished))

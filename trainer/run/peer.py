@@ -33,6 +33,7 @@ from isthmus.optim.outer_plan import OuterPlan
 from isthmus.trainer.config.outer_method import pace_of
 from isthmus.trainer.config.wiring import kept_kinds, member_config, outer_of, samples_in_stock
 from isthmus.trainer.contact.bouncer import Bouncer
+from isthmus.trainer.contact.reach import Reach
 from isthmus.trainer.engine.moments import Moments
 from isthmus.trainer.engine.outer_step_runner import OuterStepRunner
 from isthmus.trainer.engine.progress import Progress
@@ -70,12 +71,12 @@ class Peer:
 
     Args:
         start: of this process.
-        address: where others reach it.
+        reach: where others reach it.
         bouncer: is told whom the coordinator says to believe.
         chronicle: is told what happens.
     """
 
-    def __init__(self, start: Start, address: str, bouncer: Bouncer, chronicle: Chronicle) -> None:
+    def __init__(self, start: Start, reach: Reach, bouncer: Bouncer, chronicle: Chronicle) -> None:
         config = start.config
         self._start = start
         self._chronicle = chronicle
@@ -86,7 +87,7 @@ class Peer:
         self._site = site = Site(start, chronicle, shares_parameters=shares_parameters)
         holdings.state.lend(site.anchors)
         first_parameters = None if shares_parameters else site.first_parameters
-        self.connections = Connections(start, address, lambda channel: self.donor.serve(channel))
+        self.connections = Connections(start, reach, lambda channel: self.donor.serve(channel))
         communicator = self.connections.communicator
         bouncer.ends(communicator.put_out)
         self._moments = Moments(
@@ -205,7 +206,7 @@ class Peer:
         machine = MemberMachine(
             member_config(start.config),
             start.me,
-            self.connections.address,
+            self.connections.reach.first,
             start.terms.digest(),
             held=holdings.state.held(),
             aside=aside,
@@ -222,6 +223,7 @@ class Peer:
             hasher=holdings.hasher,
             observe=self._observer.observe,
             private=self._moments,
+            locate=self.connections.reach.now,
         )
 
     def _training(self, membership: Membership, feed: SampleFeed) -> TrainingLoop:

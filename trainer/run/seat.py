@@ -7,6 +7,7 @@ Must not know this process's peer, nor who listens.
 import asyncio
 import contextlib
 import secrets
+from collections.abc import Callable
 
 from isthmus.elastic.core.config import REBUILD_SALTS, RebuildRule
 from isthmus.elastic.core.records import BarRecord
@@ -67,13 +68,13 @@ class Seat:
             observe=self._heard,
         )
 
-    async def open(self, tasks: asyncio.TaskGroup, address: str, coordinators: tuple[str, ...]) -> bool:
+    async def open(self, tasks: asyncio.TaskGroup, address: str, coordinators: Callable[[], tuple[str, ...]]) -> bool:
         """Wait for the right to coordinate, and take the seat; False if `closing` was set before.
 
         Args:
             tasks: for its signs of life; `close` ends them.
             address: where peers will find this coordinator.
-            coordinators: where the run's coordinators listen, this one first.
+            coordinators: where the run's coordinators listen now, this one first.
         """
         start = self._start
         self.coordinator = coordinator = await self._coordination.open(

@@ -7,6 +7,7 @@ import ipaddress
 import resource
 import socket
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -23,7 +24,7 @@ from isthmus.collective.core.address import (
     split_address,
 )
 from isthmus.collective.errors import CollectiveError, ConnectionLost, HandshakeRefused, PeerUnreachable
-from isthmus.collective.transport import Channel, Hello, HelloReply, Listener, Purpose, connect, dialling
+from isthmus.collective.transport import Channel, Hello, HelloReply, Listener, Purpose, connect, dialling, interfaces
 from isthmus.collective.transport.interfaces import gather_candidates, plain_host, sort_candidates
 from isthmus.collective.transport.racing import race
 from isthmus.collective.transport.wire import PROTOCOL_VERSION
@@ -122,6 +123,35 @@ def test_a_machine_names_loopback_last_and_its_way_out_first() -> None:
         except OSError:
             return
         assert candidates[0] == f"{probe.getsockname()[0]}:7"
+
+
+def test_temporary_addresses_come_last_and_a_lasting_one_of_the_way_out_first(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Of a machine's addresses at most five are told: the one that is still there next week was not among them."""
+    table = tmp_path / "if_inet6"
+    table.write_text(
+        "20010db8000500000000000000000005 03 40 00 80       d0\n"
+        "20010db800050000b7023d797fa669e9 03 40 00 01       d0\n"
+        "20010db80005000011112222333344ff 03 40 00 21       d0\n"
+    )
+    temporary = ["2001:db8:5:0:b702:3d79:7fa6:69e9", "2001:db8:5:0:1111:2222:3333:44ff"]
+    own = [
+        f"{temporary[1]}/64",
+        f"{temporary[0]}/64",
+        "172.17.0.1/16",
+        "10.9.0.7/24",
+        "10.9.0.1/24",
+        "2001:db8:5::5/64",
+    ]
+    monkeypatch.setattr(interfaces, "own_interfaces", lambda: tuple(map(ipaddress.ip_interface, own)))
+    ways_out = list(map(ipaddress.ip_address, ("10.9.0.1", temporary[0])))
+    monkeypatch.setattr(interfaces, "_ways_out", lambda: ways_out)
+    monkeypatch.setattr(interfaces, "_IPV6_ADDRESSES", table)
+    found = [split_address(item)[0] for item in gather_candidates("*", 7)]
+    assert found == ["10.9.0.1", "10.9.0.7", "2001:db8:5::5", "172.17.0.1", *temporary, "127.0.0.1"]
+    table.unlink()
+    assert split_address(gather_candidates("*", 7)[2])[0] == temporary[0], "where the system does not say"
 
 
 # ------------------------------------------------------------------------------------------ the race

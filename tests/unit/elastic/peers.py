@@ -29,6 +29,7 @@ from isthmus.elastic.journal.journal import Journal
 from isthmus.elastic.shell.coordinator import CoordinatorShell
 from isthmus.elastic.shell.exchange import Exchanged
 from isthmus.elastic.shell.member import Membership
+from isthmus.elastic.shell.whereabouts import Locate
 from isthmus.elastic.state.digest import Hasher
 from isthmus.elastic.state.wire import Pace
 from tests.keys import Keys
@@ -151,6 +152,7 @@ class Peer:
         self.lost: list[str] = []
         self.finish: Finish | None = None
         self.first_contact_timeout_s = 10.0
+        self.locate: Locate | None = None
         self.manifest_digest = MANIFEST_DIGEST
         self.ready_at = -1
         """The step whose round it has samples for and may not hand in yet."""
@@ -180,6 +182,7 @@ class Peer:
                 hasher=self.hasher,
                 observe=self.observed.append,
                 pace=Pace(patience_s=1.0),
+                locate=self.locate,
                 first_contact_timeout_s=self.first_contact_timeout_s,
                 rng=random.Random(self.number),
             )

@@ -13,6 +13,7 @@ from isthmus.elastic.core.messages import (
     Join,
     LeaseRequest,
     Leave,
+    Meet,
     NewView,
     PeerMessage,
     Refused,
@@ -20,7 +21,7 @@ from isthmus.elastic.core.messages import (
     Welcome,
 )
 from isthmus.elastic.core.records import Genesis, ViewRecord
-from tests.unit.elastic.machines import CoordinatorDriver, held, key, ref
+from tests.unit.elastic.machines import MANIFEST, CoordinatorDriver, held, key, ref
 
 
 def beat(driver: CoordinatorDriver, number: int, progress: int = 0, *, blocked: bool = False) -> None:
@@ -296,3 +297,21 @@ def test_every_view_is_journaled_before_anybody_hears_of_it() -> None:
     assert all(isinstance(effect, Persist | SendToPeer) for effect in driver.effects)
     assert [record.view.epoch for record in driver.records(ViewRecord)] == [1, 2]
     assert key(2, 1).epoch == driver.machine.state.epoch
+
+
+# ------------------------------------------------------------------------ where peers are
+
+
+def test_a_member_that_says_where_it_is_now_is_looked_for_there_by_donors_meetings_and_views() -> None:
+    driver = CoordinatorDriver().with_veterans(1, 2)
+    state = driver.machine.state
+    driver.says(1, Join(epoch=state.epoch, address="elsewhere:1", manifest_digest=MANIFEST, held=state.committed))
+    assert driver.member_numbers() == [1, 2], "it is still here"
+    driver.unreachable.add(ref(2))
+    driver.join(3)
+    assert [donor.address for donor in driver.told(3, Welcome).donors] == ["elsewhere:1", "host2:1"]
+    assert driver.told(3, Meet).peers[0].address == "elsewhere:1"
+    driver.feed(PeerConnectionLost(sender=ref(2)))
+    driver.wait(1.0)
+    assert [member.address for member in driver.told(1, NewView).view.members] == ["elsewhere:1"]
+    assert driver.recovered().machine.addresses()[ref(1)] == "elsewhere:1"

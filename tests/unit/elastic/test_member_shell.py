@@ -11,6 +11,7 @@ from isthmus.elastic.core.records import CommitRecord, ViewRecord
 from isthmus.elastic.errors import JournalUnwritable, RoundMissed, RunFinished
 from isthmus.elastic.journal.journal import Journal
 from isthmus.elastic.observation import BecameLearner, CatchUpEnded, CoordinatorConnected, CoordinatorLost, RoundStaged
+from isthmus.elastic.shell import whereabouts
 from tests.unit.elastic.harness import RUN_ID, DonorPeer, listening, peer_id, until
 from tests.unit.elastic.peers import CoordinatorHost, audit, running
 
@@ -412,3 +413,26 @@ async def test_whoever_answers_at_a_donors_address_must_be_the_donor(path, hashe
                 await learner.membership._dial_donor(pretended)
         assert stranger.replica.num_pins == 0
         assert step >= 1
+
+
+async def test_peer_whose_address_changes_says_so_at_the_next_look_and_stays_a_member(path, hasher, monkeypatch):
+    monkeypatch.setattr(whereabouts, "LOOK_S", 0.05)
+    places, seen = ["first:1"], []
+
+    def locate(seen_from):
+        seen.append(seen_from)
+        return places[-1]
+
+    async with running(CoordinatorHost(path), hasher) as run:
+        peer = run.peer(1)
+        peer.locate = locate
+        run.start(peer)
+        await run.reach(2)
+        assert run.host.shell.status().addresses == {peer.me: "first:1"}
+        places.append("second:1")
+        await until(lambda: run.host.shell.status().addresses == {peer.me: "second:1"})
+        await run.reach(4)
+        assert peer.lost == []
+        assert sum(isinstance(event, CoordinatorConnected) for event in peer.observed) == 1
+    assert seen[0] == "127.0.0.1", "the coordinator said in its first answer whence it saw the peer come"
+    assert set(seen[1:]) == {None}

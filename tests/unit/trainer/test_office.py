@@ -38,7 +38,7 @@ def office(tmp_path: Path) -> Iterator[Office]:
     yield Office(
         me=ME,
         run=RUN,
-        addresses=("127.0.0.1:1", "127.0.0.1:2"),
+        addresses=lambda: ("127.0.0.1:1", "127.0.0.1:2"),
         fingerprint=b"f" * 32,
         lifetime_s=60.0,
         coordinator=CoordinatorShell(config, journal),
@@ -49,7 +49,7 @@ def office(tmp_path: Path) -> Iterator[Office]:
 
 def test_a_new_ticket_admits_for_as_long_and_as_many_as_was_asked_for(office: Office) -> None:
     usual = office.new_ticket()
-    assert usual.addresses == office.addresses
+    assert usual.addresses == office.addresses()
     assert usual.fingerprint == office.fingerprint
     assert usual.expires_at_s == NOW_S + 60
     short = office.new_ticket(is_once=True, lifetime_s=5.0)
@@ -67,6 +67,13 @@ async def test_the_ticket_of_a_run_stays_the_same_while_it_admits(office: Office
     assert after_expiry.expires_at_s == NOW_S + 65
     await office.revoke(after_expiry.ticket_id, None)
     assert office.ticket().ticket_id > after_expiry.ticket_id
+
+
+def test_the_ticket_of_a_run_has_the_addresses_of_now(office: Office) -> None:
+    first = office.ticket()
+    office.addresses = lambda: ("10.9.0.11:1",)
+    assert office.ticket().addresses == office.new_ticket(is_once=True).addresses == ("10.9.0.11:1",)
+    assert office.ticket().token == first.token, "it is the same one all the same"
 
 
 @pytest.mark.parametrize("clock_s", [NOW_S, NOW_S - 3600], ids=["", "a clock that goes back"])
