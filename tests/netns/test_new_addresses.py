@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Machines whose addresses change while the run goes on, as those of a provider or of DHCP do."""
 
+import json
+import shutil
 import signal
 from pathlib import Path
 
@@ -82,3 +84,30 @@ def test_a_founder_whose_address_has_changed_tells_it_to_newcomers(tmp_path: Pat
         run.until_step(founder.step + 3, founder, newcomer)
         run.leave_all()
     assert_same_commits(founder, newcomer)
+
+
+@pytest.mark.skipif(shutil.which("iptables") is None, reason="a NAT needs iptables")
+def test_a_nat_whose_address_changes_is_told_as_the_coordinator_sees_it_now(tmp_path: Path) -> None:
+    """The peer's own address stays; its connections break, and it comes back before anybody misses it."""
+    with World() as world, running(tmp_path) as run:
+        here = world.machine(lan="203.0.113.1/24")
+        router = world.machine(inner="192.168.1.1/24", lan="203.0.113.11/24")
+        router.run("sysctl -qw net.ipv4.ip_forward=1")
+        router.run("iptables -t nat -A POSTROUTING -o lan -j MASQUERADE")
+        hidden = world.machine(inner="192.168.1.2/24")
+        hidden.run("ip route add default via 192.168.1.1")
+        founder = run.found(*FLAGS, inside=here.inside)
+        run.wait_for_ticket()
+        peer = run.join(inside=hidden.inside)
+
+        def seen() -> set[str]:
+            answer = json.loads(run.command("peers", "--json", "--dir", str(founder.directory)).out)
+            return next((hosts(one["address"]) for one in answer if one["peer_id"] == peer.peer_id), set())
+
+        run.until_step(2, founder, peer)
+        assert seen() == {"192.168.1.2", "203.0.113.11", "127.0.0.1"}
+        move(router, "203.0.113.11", "203.0.113.21")
+        run.until("new address", lambda: seen() == {"192.168.1.2", "203.0.113.21", "127.0.0.1"}, timeout_s=BACK_S)
+        run.until_step(max(founder.step, peer.step) + 3, founder, peer)
+        run.leave_all()
+    assert_same_commits(founder, peer)
