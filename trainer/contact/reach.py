@@ -56,7 +56,7 @@ class Reach:
         self.first = self._newest = self._gather()
 
     def now(self, seen_from: str | None = None) -> str:
-        """The address as it is now.
+        """The address as it is now; as it was, where the system does not say (a process that may open no more files).
 
         Args:
             seen_from: the host that a coordinator sees this process come from now. One on this very machine sees
@@ -64,7 +64,11 @@ class Reach:
         """
         if seen_from is not None and _is_abroad(seen_from):
             self._seen_from = seen_from
-        address = self._gather()
+        try:
+            address = self._gather()
+        except OSError as error:
+            log.debug("own_addresses_unknown cause=%r", str(error))
+            return self._newest
         if address != self._newest:
             log.info("address_changed address=%s", address)
             self._newest = address

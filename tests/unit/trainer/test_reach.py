@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a peer tells of where it may be reached."""
 
+import errno
 import ipaddress
 
 import pytest
@@ -44,3 +45,12 @@ def test_where_a_process_is_reached_follows_its_machine_and_what_coordinators_se
     own[:] = ["10.0.0.2"]
     assert here.now("127.0.0.1") == here.now("") == here.now() == "10.0.0.2:7000,203.0.113.10:7000,127.0.0.1:7000"
     assert here.first.startswith("10.0.0.1:7000")
+
+
+def test_an_address_stays_while_the_system_does_not_say_which_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(_host: str, _port: int) -> list[str]:
+        raise OSError(errno.EMFILE, "too many open files")
+
+    here = Reach("*:7000", advertise=None, seen_from=None)
+    monkeypatch.setattr(reach, "gather_candidates", refuse)
+    assert here.now() == here.first
