@@ -16,6 +16,10 @@ Rules:
     * Nobody trains past the due step of anything that has not landed, in a hurry or not.
     * What the others committed without this worker is landed at once, with all that is out before it, and before
       anything else is emitted: its values follow, and its work goes with the next step.
+    * Not so where a fragment is given anew before its outcome lands (`OuterPlan.again`). A payload is the only copy of
+      its block there, so nothing lands before its fragments' next payloads are made, and after each of them something
+      does. What the others made before this worker had emitted it is emitted at once, of what is done by then. Found
+      before: what landed at once took the block along, and the next payload found nothing to land and held two blocks.
     * After the last step nobody trains while it is out.
 """
 
@@ -122,6 +126,7 @@ class Course:
         """The payloads of this outer step are made. It may have been committed meanwhile without them."""
         assert outer_step == self.emitted_step + 1, "steps are emitted in order"
         self.emitted_step = outer_step
+        self.inner_step = max(self.inner_step, self._plan.inner_step(outer_step))
         self._steps.append((outer_step, _Fate.OUT if outer_step > self.live_step else _Fate.MISSED))
 
     def handed_in(self, outer_step: int) -> None:
@@ -171,23 +176,33 @@ class Course:
 
     def next(self) -> Action:
         """What the worker does now."""
-        if self._is_overdue:
-            if not self._steps:
-                return Follow(self.base_step + 1)
-            step, fate = self._steps[0]
-            return Land(step, counted=fate is _Fate.COUNTED)
         following = self.emitted_step + 1
+        if self._is_overdue:
+            if not self._must_emit_first:
+                return self._land() if self._steps else Follow(following)
+            if following <= self.live_step:
+                return Emit(following)
         if following <= self._last and self._plan.inner_step(following) <= self.inner_step:
             return Emit(following)
         if self._steps and (following > self._last or self._due <= self.inner_step):
-            step, fate = self._steps[0]
-            return Wait(step) if fate is _Fate.OUT else Land(step, counted=True)
+            return self._land()
         return Done() if following > self._last else Train(self._until)
+
+    def _land(self) -> Land | Wait:
+        step, fate = self._steps[0]
+        return Wait(step) if fate is _Fate.OUT else Land(step, counted=fate is _Fate.COUNTED)
 
     @property
     def _is_overdue(self) -> bool:
         """Whether a step that was made without this worker has not landed."""
         return self.live_step > self.emitted_step or any(fate is _Fate.MISSED for _, fate in self._steps)
+
+    @property
+    def _must_emit_first(self) -> bool:
+        """Whether the next step to land has a fragment that is given anew before, and was not yet."""
+        if not self._steps:
+            return self._plan.again(self.emitted_step + 1) > self.emitted_step + 1
+        return min(self._plan.again(self._steps[0][0]), self._last) > self.emitted_step
 
     @property
     def _due(self) -> int:

@@ -13,6 +13,9 @@ A payload is the only copy of its block, for its worker goes back to the anchor.
 is carried: added to what the worker sends next. Both belong together. Only going back would lose the block, only
 carrying would send it twice.
 
+So is the payload of a worker that the others went on without. Where it was in the middle of a block, that ends there:
+what it has done of the block is the payload, and the next one begins (optim/course.py).
+
 Shared state: anchor and momentum. Private state: what is carried, zeros but after an abort.
 
 Source: PCCL's asynchronous DiLoCo, and arXiv:2502.12996, algorithm 2. Untuned it is much worse than DiLoCo: at 500M and

@@ -144,6 +144,7 @@ class Journey:
     def train(self, until: int) -> None:
         course = self.course
         assert course.emitted_step < self.last, "nobody trains when all is emitted"
+        assert course.live_step <= course.emitted_step, "trains before it follows what the others made"
         self.demand_nothing_missed()
         assert course.inner_step < until
         assert until <= self.plan.inner_step(course.emitted_step + 1), "trains past an emission"
@@ -161,13 +162,16 @@ class Journey:
     def emit(self, step: int) -> None:
         self.demand_nothing_missed()
         assert step == max([self.first, *self.emitted, *self.followed]) + 1, "emitted in order"
-        assert self.course.inner_step == self.plan.inner_step(step), "emitted after its inner step"
-        if self.is_as_planned:
+        is_made = step <= self.course.live_step
+        assert is_made or self.course.inner_step == self.plan.inner_step(step), "emitted after its inner step"
+        assert self.course.inner_step <= self.plan.inner_step(step)
+        if self.is_as_planned and not is_made:
             assert self.trained == self.plan.inner_step(step) - self.plan.inner_step(step - 1)
         self.trained, self.is_as_planned = 0, True
         self.beside()
         self.emitted.append(step)
         self.course.emitted(step)
+        assert self.course.inner_step == self.plan.inner_step(step), "the next block begins where the others' does"
 
     def land(self, step: int, *, counted: bool) -> None:
         assert step == self.course.base_step + 1, "landed in order"
@@ -176,8 +180,10 @@ class Journey:
         assert counted == (step in self.counted), "landed as it was committed"
         assert counted != (step in self.missed)
         following = self.course.emitted_step + 1
+        is_due = any(self.plan.due_step(item) <= self.course.inner_step for item in self.on_the_way)
+        if not is_due:
+            assert min(self.plan.again(step), self.last) < following, "landed before its fragments are given again"
         if not self.missed & set(range(step, self.last + 1)) - set(self.landed):
-            is_due = any(self.plan.due_step(item) <= self.course.inner_step for item in self.on_the_way)
             assert is_due or following > self.last, "landed before anything was due"
             emits = following <= self.last and self.plan.inner_step(following) <= self.course.inner_step
             assert not emits, "emit comes before land"
@@ -189,6 +195,7 @@ class Journey:
         assert step == self.course.base_step + 1, "followed in order"
         assert not self.on_the_way, "what is on the way lands first"
         assert step in self.missed
+        assert self.plan.again(step) == step, "followed where its fragments are given again first"
         self.is_as_planned = False
         self.followed.append(step)
         self.landed.append(step)
@@ -206,8 +213,13 @@ class Journey:
         self.beside(must_end=True)
 
     def demand_nothing_missed(self) -> None:
+        """It may go on to what must be emitted before anything lands."""
         behind = self.missed - set(self.landed)
-        assert not behind, f"goes on before it has landed {sorted(behind)}, which the others made"
+        (front, *_) = self.on_the_way or [self.course.base_step + 1]
+        is_given_again = self.plan.again(front) > front and min(self.plan.again(front), self.last) > max(
+            [self.first, *self.emitted, *self.followed]
+        )
+        assert not behind or is_given_again, f"goes on before it has landed {sorted(behind)}, which the others made"
 
 
 _GAPS = st.integers(1, 6)
@@ -217,12 +229,14 @@ _ROUNDS = st.integers(1, 3)
 @st.composite
 def plans(draw: st.DrawFn) -> Planned:
     """One delay for all steps, from none over a whole round to several steps in flight; or any delay for each."""
+    num_rounds = draw(_ROUNDS)
     if draw(st.booleans()):
         gap = draw(_GAPS)
         delay = draw(st.one_of(st.integers(0, gap), st.just(gap), st.integers(0, 4 * gap)))
-        steps = [(gap, delay, draw(_ROUNDS))]
+        steps = [(gap, delay, num_rounds)]
     else:
-        steps = draw(st.lists(st.tuples(_GAPS, st.integers(0, 20), _ROUNDS), min_size=1, max_size=4))
+        timing = st.tuples(_GAPS, st.integers(0, 20), st.just(num_rounds))
+        steps = draw(st.lists(timing, min_size=1, max_size=4))
     return Planned(draw(st.integers(0, 6)), tuple(steps))
 
 

@@ -8,7 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from isthmus.elastic.state.digest import Hasher
-from tests.unit.trainer.loop_rig import Happening, Rig
+from isthmus.optim.co2 import CO2
+from isthmus.optim.delayed import Delayed
+from isthmus.optim.diloco import DiLoCo
+from isthmus.optim.eager import Eager
+from tests.unit.trainer.loop_rig import INNER_STEPS, Happening, Rig
 
 HAPPENINGS = st.lists(
     st.one_of(st.just(Happening.NOTHING), st.just(Happening.NOTHING), st.sampled_from(Happening)), max_size=60
@@ -24,18 +28,30 @@ STREAMING = st.fixed_dictionaries(
     }
 )
 
+DELAYED = {"lr": 1.0, "momentum": 0.0, "inner_steps": INNER_STEPS}
+
 
 @given(script=HAPPENINGS, streaming=st.one_of(st.none(), STREAMING))
 @settings(max_examples=80, deadline=None)
 def test_no_work_is_lost_or_counted_twice(script: list[Happening], streaming: dict[str, object] | None) -> None:
-    async def life() -> None:
-        hasher = Hasher(num_threads=1)
-        try:
-            rig = Rig(hasher, script, outer_steps=5 if streaming is None else 9, streaming=streaming)
-            async with asyncio.timeout(20.0):
-                await rig.run()
-            rig.audit_the_end()
-        finally:
-            hasher.close()
+    asyncio.run(_life(script, outer_steps=5 if streaming is None else 9, streaming=streaming))
 
-    asyncio.run(life())
+
+@given(
+    script=HAPPENINGS,
+    method=st.sampled_from([Delayed(**DELAYED), Eager(**DELAYED), CO2(clip=float("inf"), **DELAYED)]),
+)
+@settings(max_examples=80, deadline=None)
+def test_nor_is_it_where_a_payload_is_the_only_copy_of_its_block(script: list[Happening], method: DiLoCo) -> None:
+    asyncio.run(_life(script, outer_steps=8, method=method))
+
+
+async def _life(script: list[Happening], **settings: object) -> None:
+    hasher = Hasher(num_threads=1)
+    try:
+        rig = Rig(hasher, script, **settings)
+        async with asyncio.timeout(20.0):
+            await rig.run()
+        rig.audit_the_end()
+    finally:
+        hasher.close()

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Courses, and trainers around them, without one of their rules (mutants.py)."""
 
+from isthmus.elastic.core.leases import merged
 from isthmus.optim.course import Action, Course, Emit, Land, Train, Wait, _Fate
 from isthmus.optim.outer_plan import OuterPlan
 from tests.simulation.methods import after_private
@@ -124,6 +125,16 @@ class LandsMissedStepsInTheirTime(Worker):
     course_type = LooksAtTheOldestAlone
 
 
+class LandsWithoutEmitting(Course):
+    @property
+    def _must_emit_first(self) -> bool:
+        return False
+
+
+class LandsMissedStepsAtOnce(Worker):
+    course_type = LandsWithoutEmitting
+
+
 class HasLandedAll(Course):
     def __init__(self, plan: OuterPlan, *, begins_from: int, last: int) -> None:
         super().__init__(plan, begins_from=begins_from, last=last)
@@ -140,11 +151,21 @@ class ForgetsWhatItOwes(Worker):
         pass
 
 
-class OwesToTheNextEmission(Worker):
-    """Also if a payload of the fragment is out, whose vote consumes the samples."""
+class OwesToWhatIsOut(Worker):
+    """To a payload of the fragment that was made before."""
 
     def carry(self, fragment: int, work: Ranges) -> None:
-        self.tally.owe(fragment, work)
+        for flight in self.flights.values():
+            for number, (other, more) in enumerate(flight.works):
+                if other == fragment:
+                    flight.works[number] = fragment, merged((*more, *work))
+                    return
+        super().carry(fragment, work)
+
+
+class ConsumesWhatIsOut(Worker):
+    def behind(self, fragments: set[int]) -> Ranges:
+        return self.tally.consumed
 
 
 class LosesWhatWeighedNothing(Worker):

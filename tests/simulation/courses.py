@@ -3,7 +3,8 @@
 
 `order`: steps are emitted, handed in and landed one after the other, none twice, each when its time has come.
 `I6`: of every fragment a payload holds exactly the work that no other one holds; what a vote consumes is what was
-trained on and is in no commit. `private`: what a peer remembers follows from the steps that counted its part.
+trained on, and is in no commit nor in an earlier payload of a fragment that was out. `private`: what a peer remembers
+follows from the steps that counted its part.
 """
 
 from collections import defaultdict
@@ -43,8 +44,8 @@ class Book:
     counted: dict[int, tuple[CommitRecord, str]] = field(default_factory=dict)
     """By outer step: the commit that holds a payload of it, and which."""
     trained: set[int] = field(default_factory=set)
-    trained_at: dict[int, set[int]] = field(default_factory=dict)
-    """By outer step: what it had trained on when it emitted that."""
+    behind: dict[int, set[int]] = field(default_factory=dict)
+    """By outer step: what it had trained on when it emitted that, and was in no commit nor in a payload before it."""
     given: defaultdict[int, set[int]] = field(default_factory=lambda: defaultdict(set))
     """By fragment: what is in a payload that counted, or may yet."""
     consumed: set[int] = field(default_factory=set)
@@ -128,16 +129,19 @@ class Courses:
         live = node.state.held.outer_step if node.state is not None else 0
         demand(step == book.emitted + 1, "order", "{} emits step {} after {}", node.ref, step, book.emitted)
         is_now = inner_step == self._sim.plan.inner_step(step)
-        demand(is_now, "order", "{} emits step {} after inner step {}", node.ref, step, inner_step)
-        demand(
-            not book.has_missed(live), "order", "{} emits step {} before it has landed what it missed", node.ref, step
-        )
+        demand(is_now or step <= live, "order", "{} emits step {} after inner step {}", node.ref, step, inner_step)
+        may_emit = not book.has_missed(live) or self._is_given_again(book)
+        demand(may_emit, "order", "{} emits step {} before it has landed what it missed", node.ref, step)
         due = min((self._sim.plan.due_step(item) for item in self._on_the_way(book)), default=inner_step)
         demand(inner_step <= due, "order", "{} emits step {}, and was to land one before", node.ref, step)
         base = max(book.landed, book.first)
-        is_base = payload.base.outer_step == base
+        # Of several steps that the others made at once only the newest state comes.
+        skipped = range(payload.base.outer_step + 1, base + 1) if book.has_missed(live) else ()
+        is_base = payload.base.outer_step == base or (bool(skipped) and book.counted.keys().isdisjoint(skipped))
         demand(is_base, "order", "{} emits from step {}, not {}", node.ref, payload.base.outer_step, base)
-        book.emitted, book.trained_at[step] = step, set(book.trained)
+        fragments = {fragment for fragment, _ in payload.works}
+        before = [book.behind[other] for other, works in book.out.items() if not fragments.isdisjoint(works)]
+        book.emitted, book.behind[step] = step, book.trained.difference(book.consumed, *before)
         book.out[step] = {fragment: indices(ranges) for fragment, ranges in payload.works}
         for fragment, ranges in payload.works:
             samples, expected = indices(ranges), book.trained - book.given[fragment]
@@ -157,7 +161,7 @@ class Courses:
         book.handed_in = step
         if payload.weight > 0.0:
             book.weighed.add(step)
-        expected = book.trained_at[step] - book.consumed
+        expected = book.behind[step] - book.consumed
         is_all = indices(payload.consumed) == expected or book.is_void
         demand(is_all, "I6", "{} does not consume what is behind step {}", node.ref, step)
 
@@ -172,6 +176,8 @@ class Courses:
         )
         is_early = step not in book.out and step > book.first
         demand(not (is_early and book.out), "order", "{} follows the others past what is out", node.ref)
+        comes_later = self._is_given_again(book)
+        demand(not comes_later, "order", "{} lands step {} before its fragments are given again", node.ref, step)
         if not book.is_void and step > book.first:
             does_count = step in book.counted
             demand(
@@ -187,13 +193,15 @@ class Courses:
         works = book.out.pop(step, {})
         book.landed, book.emitted = step, max(step, book.emitted)
         for fragment, samples in works.items() if not (counted and step in book.weighed) else ():
-            later = next((item[fragment] for item in book.out.values() if fragment in item), None)
-            if later is None:
-                book.given[fragment] -= samples
-            else:
-                later |= samples
+            book.given[fragment] -= samples
         if met is not None and not book.is_void:
             self._remembers(node, book, step, met)
+
+    def _is_given_again(self, book: Book) -> bool:
+        """Whether the next step to land has a fragment that is emitted anew before it is due, and was not yet."""
+        step = book.landed + 1
+        newest = self._sim.plan.again(step)
+        return newest > step and (step > book.emitted or min(newest, self._last) > book.emitted)
 
     def _on_the_way(self, book: Book) -> Iterable[int]:
         return range(book.landed + 1, book.emitted + 1)

@@ -13,6 +13,7 @@ from isthmus.elastic.shell.alarm import HeldClock
 from tests.simulation.broken_courses import (
     BeginsWithAllLanded,
     ConsumesAgain,
+    ConsumesWhatIsOut,
     CountsWhatItMissed,
     EmitsFromWhatIsLive,
     FollowsTwice,
@@ -21,10 +22,11 @@ from tests.simulation.broken_courses import (
     HandsInTwice,
     HurriesPastWhatIsDue,
     LandsBeforeItEmits,
+    LandsMissedStepsAtOnce,
     LandsMissedStepsInTheirTime,
     LandsOutOfOrder,
     LosesWhatWeighedNothing,
-    OwesToTheNextEmission,
+    OwesToWhatIsOut,
     RemembersItsFormerLife,
     RemembersWhatItMissed,
     TrainsAfterTheLast,
@@ -387,6 +389,10 @@ MUTANTS: dict[str, Mutant] = {
         what="a missed step lands when the ones before it are due, not at once",
         parts=Parts(worker=LandsMissedStepsInTheirTime),
     ),
+    "missed_at_once": Mutant(
+        what="a missed step lands before its fragments are given again",
+        parts=Parts(worker=LandsMissedStepsAtOnce),
+    ),
     "begins_landed": Mutant(
         what="who joins in the midst of a delay takes for landed what is due later",
         parts=Parts(worker=BeginsWithAllLanded),
@@ -395,9 +401,13 @@ MUTANTS: dict[str, Mutant] = {
         what="the work of a missed step is in no later payload",
         parts=Parts(worker=ForgetsWhatItOwes),
     ),
-    "owed_too_late": Mutant(
-        what="the work of a missed step weighs in a later payload than the one whose vote consumes it",
-        parts=Parts(worker=OwesToTheNextEmission),
+    "owed_too_early": Mutant(
+        what="the work of a missed step weighs in a payload that was made before it was missed",
+        parts=Parts(worker=OwesToWhatIsOut),
+    ),
+    "consumes_what_is_out": Mutant(
+        what="a vote names the samples of an earlier payload of the fragment that is out",
+        parts=Parts(worker=ConsumesWhatIsOut),
     ),
     "weightless_work_lost": Mutant(
         what="what a payload held that weighed nothing is not given again",

@@ -314,11 +314,15 @@ class Options:
         ops = rng.choice(OPS)
         if self.lie == "two_results":
             ops = ("mean",)  # nobody adds up anything in the others
+        first_inner_step = rng.choice((0, steps, steps, rng.randint(1, 2 * steps)))
+        num_rounds = rng.randint(1, self.num_fragments)
+        if (delay // steps + 1) * num_rounds > self.num_fragments:
+            num_rounds = self.num_fragments  # a fragment comes again before it lands: then all do (OuterPlan)
         return self.with_(
             steps_per_round=steps,
             delay=delay,
-            first_inner_step=rng.choice((0, steps, steps, rng.randint(1, 2 * steps))),
-            rounds_per_step=rng.randint(1, self.num_fragments),
+            first_inner_step=first_inner_step,
+            rounds_per_step=num_rounds,
             ops=ops,
             hurries=rng.random() < 0.5,
         )

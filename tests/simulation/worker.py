@@ -179,7 +179,7 @@ class Worker:
             serial=self._serial,
             outer_step=step - 1,
             weight=0.0,
-            consumed=self.tally.consumed,
+            consumed=self.behind({round_.fragment for round_ in rounds}),
             size=FAR_TOO_MUCH if sim.lie_of(self.node.peer_id) == "size" else 1.0,
             works=tuple((round_.fragment, work) for round_, work in zip(rounds, works, strict=True)),
             base=base.held,
@@ -218,13 +218,13 @@ class Worker:
             self.carry(fragment, work)
 
     def carry(self, fragment: int, work: Ranges) -> None:
-        """It did not count: it goes with the fragment's next payload, which may be out already."""
-        for flight in self.flights.values():
-            for number, (other, more) in enumerate(flight.works):
-                if other == fragment:
-                    flight.works[number] = fragment, merged((*more, *work))
-                    return
+        """It did not count: it goes with the fragment's next payload."""
         self.tally.owe(fragment, work)
+
+    def behind(self, fragments: set[int]) -> Ranges:
+        """The samples behind a payload of these: those of an earlier one that is out go with that, or a later one."""
+        out = [flight.consumed for flight in self.flights.values() if fragments & {item[0] for item in flight.works}]
+        return without(self.tally.consumed, merged(item for ranges in out for item in ranges))
 
     # ------------------------------------------------------------------------ inner steps
 

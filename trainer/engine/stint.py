@@ -4,7 +4,8 @@
 What follows what is optim/course.py's to say; this module carries out what needs no membership. Rules: which rounds
 come next follows from the global outer step, never from a local count; nothing of one stint counts in another. When a
 step is committed without this peer, because it was late, its work is kept: the workers are moved along with the anchor,
-and go on; its samples go with the next step, and the fragments' differences with the fragments' next.
+and go on; its samples go with the next step, and the fragments' differences with the fragments' next. Where that is out
+already, work and samples go with the one after it.
 
 It must not know votes, connections or how workers compute.
 """
@@ -160,6 +161,10 @@ class Stint:
         emission = self.tally.emit([self._places[round_.fragment] for round_ in rounds])
         numbers = [self.tally.inner_steps - self._moved_at.get(place, 0) for place in emission.places]
         works = [Work(inner_steps=number, samples=float(number * self._batch_size)) for number in numbers]
+        for earlier in self.flights.values():
+            if not set(emission.places).isdisjoint(earlier.emission.places):
+                # They go with that one; if it is missed, with what is emitted next.
+                consumed = without(consumed, earlier.consumed)
         flight = self.flights[outer_step] = Flight(emission=emission, consumed=consumed)
         flight.payloads = await self._values.emit(rounds, works)
         self.course.emitted(outer_step)

@@ -8,8 +8,8 @@ without this peer nothing is settled: its work is named again, with the next pay
 It must not know samples, leases or how long anybody waits.
 """
 
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, fields
 
 from isthmus.trainer.workers.ipc import StepDone, StepParts
 
@@ -51,7 +51,7 @@ class Trained:
         return self.loss / self.num_losses if self.num_losses else None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class Emission:
     """An outer step that was emitted. `settle` it once it is committed, or tell that it was `missed`."""
 
@@ -59,9 +59,10 @@ class Emission:
     """Of its fragments, by round."""
     until: Trained
     """All that had been done by then."""
-    shares: list[Trained]
-    """By round: what was done since a payload of the fragment was emitted that counted, or may yet. It grows by what
-    an earlier payload held, if that is missed."""
+    shares: tuple[Trained, ...]
+    """By round: what was done since a payload of the fragment was emitted that counted, or may yet."""
+    lacks: Trained = field(default_factory=Trained)
+    """What of `until` was in an earlier payload of its fragments that was missed after this one was made."""
 
 
 class Tally:
@@ -112,28 +113,32 @@ class Tally:
 
     def emit(self, places: Sequence[int]) -> Emission:
         """An outer step of these fragments is emitted now."""
-        shares = [self._share(at) for at in places]
+        shares = tuple(self._share(at) for at in places)
         for at in places:
             self._owed.pop(at, None)
         self._emitted |= dict.fromkeys(places, self._done)
         return Emission(places=tuple(places), until=self._done, shares=shares)
 
     def work_in(self, emission: Emission) -> Trained:
-        """What no commit held when it was emitted, nor holds now."""
-        return emission.until - self._settled
+        """What no commit held when it was emitted, nor holds now, nor a later payload of its fragments."""
+        return emission.until - emission.lacks - self._settled
 
     def settle(self, emission: Emission) -> None:
         """That step is committed."""
-        self._settled = emission.until
+        self._settled = emission.until - emission.lacks
 
-    def missed(self, emission: Emission, out: Collection[Emission] = ()) -> None:
-        """That step was committed without this peer. These are out yet, in their order.
+    def missed(self, emission: Emission, out: Iterable[Emission] = ()) -> None:
+        """That step was committed without this peer: its work goes with the next payloads of its fragments.
 
-        Its work goes with the fragment's next payload, also if that is out: the vote for it names the samples.
+        Found before: a payload that was out already weighed for this work too, which it did not hold.
+
+        Args:
+            emission: of the step.
+            out: those that were emitted since and have not landed.
         """
-        for place, share in zip(emission.places, emission.shares, strict=True):
-            later = next((item for item in out if place in item.places), None)
-            if later is None:
-                self._owed[place] = self._owed.get(place, Trained()) + share
-            else:
-                later.shares[later.places.index(place)] += share
+        shares = dict(zip(emission.places, emission.shares, strict=True))
+        for place, share in shares.items():
+            self._owed[place] = self._owed.get(place, Trained()) + share
+        for later in out:
+            lacking = [share for place, share in shares.items() if place in later.places]
+            later.lacks += lacking[0] if lacking else Trained()

@@ -5,6 +5,7 @@ import pytest
 
 from isthmus.optim import outer_types
 from isthmus.optim.data_parallel import DataParallel
+from isthmus.optim.delayed import Delayed
 from isthmus.optim.diloco import DiLoCo
 from isthmus.optim.error_feedback import ErrorFeedback
 from isthmus.optim.fragments import FragmentKey, FragmentTable
@@ -12,6 +13,7 @@ from isthmus.optim.outer import GRAD, Op, Round
 from isthmus.optim.outer_plan import OuterPlan
 from isthmus.optim.registry import outer_from_config
 from isthmus.optim.run_facts import RunFacts
+from isthmus.optim.streaming import Streaming
 
 RUN = RunFacts(num_peers=2, outer_steps=10, peak_lr=1e-3)
 
@@ -46,6 +48,27 @@ def test_rounds_of_one_inner_step_make_one_outer_step_that_is_due_later() -> Non
     plan = planning(0, 1)
     assert [[round_.fragment.index for round_ in plan.rounds(step)] for step in (1, 2)] == [[0, 1], [0, 1]]
     assert [(plan.inner_step(step), plan.due_step(step)) for step in (1, 2)] == [(0, 2), (5, 7)]
+
+
+@pytest.mark.parametrize(
+    ("outer", "ahead"),
+    [
+        (DiLoCo(inner_steps=3), 0),
+        (Delayed(inner_steps=3), 1),
+        (Delayed(inner_steps=3, overlap=False), 0),
+        (Streaming(inner_steps=8, num_fragments=4, delay=7), 0),
+    ],
+)
+def test_what_is_given_anew_before_it_lands_is_that_of_a_method_that_is_delayed_by_a_whole_round(
+    outer: DiLoCo, ahead: int
+) -> None:
+    plan = OuterPlan(outer)
+    assert [plan.again(step) for step in range(1, 6)] == [step + ahead for step in range(1, 6)]
+
+
+def test_with_a_longer_delay_several_are_given_anew() -> None:
+    assert planning(0, delays=(12,)).again(3) == 5
+    assert planning(0, delays=(4,)).again(3) == 3
 
 
 def test_rounds_of_one_step_that_are_not_due_together_or_of_one_fragment_are_refused() -> None:

@@ -7,6 +7,9 @@ says exactly which samples went into it, and `commit` checks that against what t
 With `streaming`, its settings, there are four layers of 16 parameters. As the workers keep their values then, the next
 payload of a fragment is what was trained since the one before, although training goes on while that is under way.
 
+With a `method` of its own, one that is delayed by a whole round, a payload is exactly the work on the samples that its
+vote names: what was trained while another one was on its way is in neither.
+
 `script` says what happens to the membership whenever somebody in here waits; when it is used up, nothing happens any
 more. A peer without a membership is let in again where the script has nothing else to say.
 """
@@ -250,12 +253,14 @@ class Rig:
         outer_steps: int = 3,
         patience: float = 1e9,
         streaming: Mapping[str, object] | None = None,
+        method: DiLoCo | None = None,
         momentum: float = 0.0,
         follows_speed: bool = True,
     ) -> None:
         self.outer_steps = outer_steps
         self.script = deque(script)
-        self.outer = self._outer({"momentum": momentum}, streaming)
+        self.outer = method or self._outer({"momentum": momentum}, streaming)
+        self.is_delayed_by_a_round = method is not None
         self.plan = OuterPlan(self.outer)
         self.fragments = self.outer.fragments(TABLE)
         self.state = OuterState(self.outer, self.fragments, self.plan, hasher)
@@ -439,9 +444,11 @@ class Rig:
         index, pool = ready.fragment, self.pool
         assert index == self.plan.rounds(ready.outer_step + 1)[0].fragment.index
         share = pool.trained[pool.emitted.get(index, 0) : num_trained]
+        if self.is_delayed_by_a_round:
+            share = list(samples)
         if len(self.fragments) == 1:
             assert sorted(share) == list(samples), "the vote names other samples than were trained"
-        if self.plan.rounds(ready.outer_step + 1)[0].delay == 0 or self.outer.keep == 1.0:
+        if self.is_delayed_by_a_round or self._keeps_all(ready.outer_step + 1):
             expected = torch.zeros(NUMEL)
             for sample in share:
                 expected[sample % NUMEL] += 1.0
@@ -455,6 +462,9 @@ class Rig:
         pool.emitted[index] = num_trained
         self.ledger.consume(ME, ready.consumed)  # asserts that this peer still owns them
         self.commits.append(Commit(ready.outer_step + 1, samples, ready.num_tokens))
+
+    def _keeps_all(self, outer_step: int) -> bool:
+        return self.plan.rounds(outer_step)[0].delay == 0 or self.outer.keep == 1.0
 
     def audit_the_end(self) -> None:
         """Every step is there once, every sample is somewhere, and no lease was forgotten."""

@@ -66,3 +66,17 @@ def test_work_of_a_step_that_was_missed_goes_with_the_next_of_each_of_its_fragme
     assert tally.work_in(again).mean_loss is None
     tally.stepped(1.0, 5)
     assert [share.num_tokens for share in tally.emit([0, 2]).shares] == [5, 15]
+
+
+def test_a_payload_that_was_made_before_another_was_missed_holds_nothing_of_it() -> None:
+    tally = Tally()
+    missed, out = [(tally.stepped(1.0, tokens), tally.emit([0]))[1] for tokens in (5, 7)]
+    tally.missed(missed, [out])
+    assert (tally.work_in(out).num_tokens, out.shares[0].num_tokens) == (7, 7)
+    tally.stepped(1.0, 11)
+    later = tally.emit([0])
+    tally.settle(out)
+    assert tally.unsettled.num_tokens == 5 + 11
+    assert (tally.work_in(later).num_tokens, later.shares[0].num_tokens) == (16, 16)
+    tally.settle(later)
+    assert tally.unsettled.num_tokens == 0
