@@ -168,12 +168,6 @@ class ConsumesWhatIsOut(Worker):
         return self.tally.consumed
 
 
-class LosesWhatWeighedNothing(Worker):
-    def take_back(self, flight: Flight, *, counted: bool) -> None:
-        if not counted:
-            super().take_back(flight, counted=counted)
-
-
 class ConsumesAgain(Worker):
     def settle(self, consumed: Ranges) -> None:
         flights, self.flights = self.flights, {}

@@ -25,7 +25,6 @@ from tests.simulation.broken_courses import (
     LandsMissedStepsAtOnce,
     LandsMissedStepsInTheirTime,
     LandsOutOfOrder,
-    LosesWhatWeighedNothing,
     OwesToWhatIsOut,
     RemembersItsFormerLife,
     RemembersWhatItMissed,
@@ -408,10 +407,6 @@ MUTANTS: dict[str, Mutant] = {
     "consumes_what_is_out": Mutant(
         what="a vote names the samples of an earlier payload of the fragment that is out",
         parts=Parts(worker=ConsumesWhatIsOut),
-    ),
-    "weightless_work_lost": Mutant(
-        what="what a payload held that weighed nothing is not given again",
-        parts=Parts(worker=LosesWhatWeighedNothing),
     ),
     "consumed_again": Mutant(
         what="a vote names samples that the commit before it has consumed",

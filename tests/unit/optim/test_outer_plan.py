@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The n-th plan that is not empty makes outer step n."""
 
+import dataclasses
+
 import pytest
 
 from isthmus.optim import outer_types
@@ -69,6 +71,17 @@ def test_what_is_given_anew_before_it_lands_is_that_of_a_method_that_is_delayed_
 def test_with_a_longer_delay_several_are_given_anew() -> None:
     assert planning(0, delays=(12,)).again(3) == 5
     assert planning(0, delays=(4,)).again(3) == 3
+
+
+def test_fragments_that_are_given_anew_before_they_land_are_all_in_every_plan() -> None:
+    class TakesTurns(Streaming):
+        def plan(self, inner_step: int, /) -> tuple[Round, ...]:
+            return tuple(dataclasses.replace(round_, delay=8) for round_ in Streaming.plan(self, inner_step))
+
+    plan = OuterPlan(TakesTurns(inner_steps=8, num_fragments=4, delay=7))
+    assert plan.rounds(4)[0].fragment.index == 0
+    with pytest.raises(ValueError, match="given again before it has landed"):
+        plan.rounds(5)
 
 
 def test_rounds_of_one_step_that_are_not_due_together_or_of_one_fragment_are_refused() -> None:
