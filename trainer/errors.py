@@ -241,13 +241,17 @@ class WorkerCrashed(IsthmusError):
 class WorkerDiverged(WorkerCrashed):
     """The workers' values are no numbers any more: what they did since the last commit is worth nothing."""
 
-    def __init__(self, outer_step: int, fragment: str) -> None:
+    def __init__(self, outer_step: int, fragment: str, *, cure: str = "lower inner.lr or inner.grad_clip") -> None:
         super().__init__(
-            f"the values of fragment {fragment} are not finite, found before outer step {outer_step}",
-            cure="lower inner.lr or inner.grad_clip",
+            f"the values of fragment {fragment} are not finite, found before outer step {outer_step}", cure=cure
         )
         self.outer_step = outer_step
         self.fragment = fragment
+
+    def of_loop(self) -> "WorkerDiverged":
+        """The same where a loop of somebody's own trains."""
+        cure = "lower the loop's learning rate or clip its gradients, and start the loop again"
+        return WorkerDiverged(self.outer_step, self.fragment, cure=cure)
 
 
 class WorkerOutOfMemory(WorkerCrashed):

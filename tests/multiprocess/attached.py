@@ -2,6 +2,7 @@
 """A training loop of one's own for test_attach.py, tiny and exact. Not a test.
 
     python tests/multiprocess/attached.py [--optimizer sgd] [--dim 12] [--stand-still-at STEP]
+        [--nan-at STEP]
 
 Its lines: "at STEP DIGEST" with the parameters that a step begins with, "own STEP" of those after the session, and at
 last "ends DIGEST". It learns a matrix by heart. Under torchrun the model is cut by FSDP2 over the processes.
@@ -69,6 +70,7 @@ def main() -> None:
     parser.add_argument("--optimizer", choices=OPTIMIZERS, default="adamw")
     parser.add_argument("--dim", type=int, default=12)
     parser.add_argument("--stand-still-at", type=int)
+    parser.add_argument("--nan-at", type=int, help="from this inner step on its values are no numbers")
     given = parser.parse_args()
     model = Mixer(given.dim)
     if dist.is_torchelastic_launched():
@@ -92,6 +94,8 @@ def main() -> None:
             while given.stand_still_at is not None and session.inner_step >= given.stand_still_at:
                 time.sleep(3600)
             session.report(train(indices))
+            if given.nan_at is not None and session.inner_step >= given.nan_at:
+                model.head.weight.data.fill_(float("nan"))
             optimizer.step()
         tell("ends", digest_of(model))
     for step in range(2):

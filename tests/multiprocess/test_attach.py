@@ -13,6 +13,7 @@ from tests.multiprocess.attached import Mixer, digest_of
 from tests.multiprocess.run_harness import (
     LEFT,
     OPEN_END,
+    TIMEOUT_S,
     Process,
     Run,
     assert_same_commits,
@@ -26,7 +27,7 @@ ROOT = Path(__file__).parents[2]
 EXAMPLE = (str(ROOT / "examples" / "attached_loop.py"),)
 TRAINER = (str(ROOT / "examples" / "hf_trainer.py"),)
 TINY = (str(Path(__file__).with_name("attached.py")),)
-USAGE = 2
+USAGE, WORKER_CRASHED = 2, 10
 
 
 def _told(process: Process, pattern: str) -> list[tuple[str, ...]]:
@@ -178,6 +179,30 @@ def test_loops_that_are_started_again_go_on_with_their_run(tmp_path: Path) -> No
     assert_same_commits(founder, other)
 
 
+def test_a_loop_whose_values_are_no_numbers_ends_with_the_reason_and_the_others_go_on(tmp_path: Path) -> None:
+    with running(tmp_path) as run:
+        flags = ("--peers", "2", "--outer-steps", str(OPEN_END), "--outer.inner-steps", "5")
+        founder = run.found_loop(*flags, program=(*TINY, "--nan-at", "7"))
+        run.wait_for_ticket()
+        well = run.join_loop(program=TINY)
+        run.until_step(1, founder, well)
+        error = _ended_badly(founder, WORKER_CRASHED, "up", timeout_s=30.0)  # found before: it stood in its step
+        assert "param/0 are not finite" in error.splitlines()[-1]
+        assert "values_not_finite" not in error  # nobody begins anew
+        after = well.step
+        run.until_step(after + 3, well)
+        sick = run.join_loop(program=(*TINY, "--nan-at", "1"))
+        error = _ended_badly(sick, WORKER_CRASHED)
+        said = [line for line in error.splitlines() if line.startswith("isthmus: ")]  # found before: "isthmus: None"
+        assert "the values of fragment param/0 are not finite" in said[-1]
+        assert "start the loop again" in said[-1]
+        run.until_step(well.step + 3, well)
+        assert run.command("leave", "--dir", str(well.directory)).code == 0
+        assert run.until_ended(well) == [0]
+        run.until("end of the coordinator", lambda: not run.alive())
+    assert_same_commits(founder, well)
+
+
 def test_who_does_not_fit_a_run_of_loops_is_told_why(tmp_path: Path) -> None:
     with running(tmp_path) as run:
         founder = run.found_loop("--peers", "2", "--outer-steps", "2", "--outer.inner-steps", "2", program=TINY)
@@ -211,13 +236,14 @@ def test_a_loop_does_not_get_into_a_run_of_isthmus_own_model(tmp_path: Path) -> 
         assert "isthmus: this run trains isthmus's own model" in error
 
 
-def _ended_badly(process: Process, code: int) -> str:
+def _ended_badly(process: Process, code: int, command: str = "join", *, timeout_s: float = TIMEOUT_S) -> str:
     """What a loop wrote on stderr whose daemon gave up with this code."""
-    outcome = process.outcome()
+    outcome = process.outcome(timeout_s=timeout_s)
     assert outcome.code == 1
-    assert outcome.err.splitlines()[-1].endswith(
-        f"RunEnded: isthmus join ended with code {code}; the line that it printed last says why"
-    )
+    last = outcome.err.splitlines()[-1]
+    ended = f"RunEnded: isthmus {command} ended with code {code}; the line that it printed last says why"
+    lives_on = f"(isthmus {command} coordinates for as long as others are there, or until isthmus leave)"
+    assert last.endswith(ended if command == "join" else lives_on)
     return outcome.err
 
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The daemon beside a loop: `isthmus up` or `isthmus join`, started by the loop's first process and owned by it.
 
-Rules: it is in a session of its own, so that Ctrl-C reaches the loop alone; it ends when the loop does, at the latest.
-Must not know what is said to it.
+Rules: it is in a session of its own, so that Ctrl-C reaches the loop alone; it ends when the loop does, at the latest,
+unless it has told the loop that it lives on as the others' coordinator. Must not know what is said to it.
 """
 
 import contextlib
@@ -29,12 +29,20 @@ class RunEnded(RuntimeError):
     """The peer's part in the run ended, and not in a good way. What was wrong is what the daemon printed.
 
     Attributes:
-        exit_code: of the daemon, see trainer/README.md; -n if signal n ended it; None: another process knows it.
+        exit_code: of the daemon, see trainer/README.md; -n if signal n ended it; None: another process knows it. A
+            daemon that lives on for the others will end with it.
+
+    Args:
+        command, exit_code: of the daemon.
+        cause: why it lives on without this loop; empty: it has ended.
     """
 
-    def __init__(self, command: str, exit_code: int | None) -> None:
+    def __init__(self, command: str, exit_code: int | None, *, cause: str = "") -> None:
         how = "has ended" if exit_code is None else f"ended with code {exit_code}"
-        super().__init__(f"isthmus {command} {how}; the line that it printed last says why")
+        why = f"isthmus {command} {how}; the line that it printed last says why"
+        if cause:
+            why = f"{cause} (isthmus {command} coordinates for as long as others are there, or until isthmus leave)"
+        super().__init__(why)
         self.exit_code = exit_code
 
 

@@ -21,11 +21,13 @@ Rules: values change inside `attach` and `optimizer.step()` only; every process 
 the same order. Must not know the network, nor what an outer step is.
 """
 
+import contextlib
 import os
 import socket
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Final, Self
 
@@ -42,7 +44,7 @@ from isthmus.trainer.errors import IsthmusError
 from isthmus.trainer.workers import ipc
 from isthmus.trainer.workers.channel import DaemonChannel, DaemonGone
 from isthmus.trainer.workers.loader import shares
-from isthmus.trainer.workers.loop import LoopFacts
+from isthmus.trainer.workers.loop import LoopFacts, end_of
 from isthmus.trainer.workers.shared_buffer import SharedBuffer
 
 _NO_FD: Final = -1
@@ -151,7 +153,7 @@ class Session:
         self._loss: Tensor | float | None = None
         self._lr: float | None = None
         self._began_s = time.perf_counter()
-        self._is_over = self._is_closed = False
+        self._is_over = self._is_closed = self._is_given_up = False
         optimizer = tensors.optimizer
         self._hooks = (
             optimizer.register_step_pre_hook(self._before_step),
@@ -200,6 +202,8 @@ class Session:
     def close(self, *, now: bool = False) -> None:
         """End the session; idempotent. Unless the run is over, or with `now`, the peer leaves at once.
 
+        A daemon that lives on for the others, as RunEnded has said, is left alone.
+
         Raises:
             RunEnded: the run was over, and not in a good way.
         """
@@ -210,7 +214,7 @@ class Session:
             hook.remove()
         self._channel.close()
         try:
-            if self._daemon is not None:
+            if self._daemon is not None and not self._is_given_up:
                 if self._is_over and not now:
                     self._daemon.wait()
                 else:
@@ -282,15 +286,19 @@ class Session:
         """
         self._task = None
         while self._task is None and not self._is_over:
-            try:
-                request = self._channel.receive()
-            except DaemonGone:
-                self._is_over = True
-                if self._daemon is not None:
-                    self._daemon.raise_if_bad()
-                raise RunEnded(self._place.command, None) from None
-            self._answer(request)
+            self._answer(self._next_request())
         self._began_s = time.perf_counter()
+
+    def _next_request(self) -> ipc.Request:
+        with contextlib.suppress(DaemonGone):
+            return self._channel.receive()
+        self._is_over = True
+        if (end := end_of(self._folder)) is not None:
+            self._is_given_up = True
+            raise RunEnded(self._place.command, end.exit_code, cause=end.cause)
+        if self._daemon is not None:
+            self._daemon.raise_if_bad()
+        raise RunEnded(self._place.command, None)
 
     def _answer(self, request: ipc.Request) -> None:
         match request:
@@ -320,7 +328,14 @@ class Session:
             self._own_steps = request.own_steps
         return num_broken
 
+    @property
+    def _folder(self) -> Path:
+        return Path(self._place.socket_path).parent
+
     def _daemon_is_there(self) -> bool:
+        """Whether it will ask for something: it lives, and has neither given the loop up nor been tidied up after."""
+        if end_of(self._folder) is not None or not self._folder.exists():
+            return False
         if self._daemon is not None:
             return self._daemon.is_running()
         try:

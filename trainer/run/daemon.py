@@ -44,6 +44,7 @@ from isthmus.trainer.run.peer import Peer
 from isthmus.trainer.run.preparation import Start, prepare
 from isthmus.trainer.run.seat import Seat
 from isthmus.trainer.workers.devices import choose_device
+from isthmus.trainer.workers.loop import LoopEnd
 
 log = logging.getLogger(__name__)
 
@@ -243,9 +244,11 @@ class _Process:
         try:
             return await peer.run()
         except (IsthmusError, ExceptionGroup) as error:
-            if self._seat is not None:
+            loop, known = self._start.loop, operator_error(error)
+            cause, code = str(known or leaves(error)[0]), ExitCode.UNEXPECTED if known is None else known.exit_code
+            # A loop must not stand in its step meanwhile. Found before: one did, without a deadline.
+            if self._seat is not None and (loop is None or loop.give_up(LoopEnd(exit_code=code, cause=cause))):
                 # The workers here are lost, the run is not: the others need the coordinator until they are done.
-                cause = str(operator_error(error) or leaves(error)[0])
                 log.error("peer_failed cause=%r; interrupt to end the coordinator too", cause)  # noqa: TRY400
                 self._seat.closing.clear()
                 await self._everybody_gone(timeout_s=None)

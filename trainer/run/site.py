@@ -19,7 +19,7 @@ from isthmus.trainer.config.wiring import fragment_table, model_of, tokens_per_s
 from isthmus.trainer.engine.evaluation import Evaluation, Judged, Turns
 from isthmus.trainer.engine.training_loop import RoundReport
 from isthmus.trainer.engine.worker_values import WorkerValues
-from isthmus.trainer.errors import TrainingFault, WorkerCrashed, WorkerOutOfMemory
+from isthmus.trainer.errors import TrainingFault, WorkerCrashed, WorkerDiverged, WorkerOutOfMemory
 from isthmus.trainer.record import events, translation
 from isthmus.trainer.record.chronicle import Chronicle
 from isthmus.trainer.run.holdings import Holdings
@@ -94,9 +94,13 @@ class Site:
         """Once more, unless that has not helped before. Who had too little memory is given less at a time, if possible.
 
         Raises:
-            WorkerCrashed: it has not.
+            WorkerCrashed: it has not, or a loop trains here.
             TrainingFault: what cannot be made less does not fit.
         """
+        if self.has_loop:
+            # What a loop keeps beside its parameters only it knows, so it cannot begin anew from here. Found before:
+            # where its values were no numbers, the peer ended with the failure of a link that had not failed, "None".
+            raise crash.of_loop() if isinstance(crash, WorkerDiverged) else crash
         while True:
             if not self._takes_less(crash):
                 if self._num_replaced == _MAX_REPLACED:

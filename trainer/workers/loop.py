@@ -3,10 +3,12 @@
 
 They speak as workers do (ipc.py): whatever a `Step` asks for is done by the loop between two calls of its optimizer.
 Rules: nothing here starts or kills them; when the loop is gone, so is this peer's part in the run, since nobody else
-can train in its place. Must not know the loop's side (trainer/attach/).
+can train in its place; a daemon that lives on without it tells it so (`LoopEnd`). Must not know the loop's side
+(trainer/attach/).
 """
 
 import asyncio
+import contextlib
 import os
 import shutil
 from collections.abc import Sequence
@@ -17,11 +19,13 @@ from typing import Final
 import msgspec
 
 from isthmus.trainer.errors import EnvironmentFault, ExitCode, IsthmusError
+from isthmus.trainer.files import write_atomically
 from isthmus.trainer.workers import ipc
 from isthmus.trainer.workers.link import WorkerLink
 
 FACTS_NAME: Final = "loop.json"
 SOCKET_NAME: Final = "socket"
+_END_NAME: Final = "end.json"
 
 _LOOK_S = 0.5
 _LINGER_S = 1.0
@@ -46,6 +50,15 @@ class LoopFacts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """How it was started, word by word: what others type who start the same."""
 
 
+class LoopEnd(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What a daemon says to its loop when it trains with it no more, and lives on for the other peers."""
+
+    exit_code: int
+    """The daemon will end with it."""
+    cause: str
+    """For people: what was wrong, and the cure."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loop:
     """The loop that has started this process: its folder, and what it says of itself."""
@@ -53,9 +66,21 @@ class Loop:
     folder: Path
     facts: LoopFacts
 
+    def give_up(self, end: LoopEnd) -> bool:
+        """Tell it that nobody asks it for anything any more; in whatever step it stands, it looks once a second.
+
+        Returns:
+            Whether that could be written down. If not, the end of this process has to tell it.
+        """
+        try:
+            write_atomically(self.folder / _END_NAME, msgspec.json.encode(end))
+        except OSError:
+            return False
+        return True
+
 
 class LoopGone(IsthmusError):
-    """The loop has ended without its daemon, or hangs."""
+    """The loop has ended without its daemon."""
 
     exit_code = ExitCode.WORKER_CRASHED
 
@@ -63,6 +88,13 @@ class LoopGone(IsthmusError):
 def write_facts(folder: Path, facts: LoopFacts) -> None:
     """Before the daemon starts."""
     (folder / FACTS_NAME).write_bytes(msgspec.json.encode(facts))
+
+
+def end_of(folder: Path) -> LoopEnd | None:
+    """What the daemon of this folder has said to its loop for the end, if it has."""
+    with contextlib.suppress(FileNotFoundError):
+        return msgspec.json.decode((folder / _END_NAME).read_bytes(), type=LoopEnd)
+    return None
 
 
 def find_loop(folder: Path) -> Loop:

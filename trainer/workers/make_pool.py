@@ -85,7 +85,6 @@ def loop_pool(loop: Loop) -> WorkerPool:
     """A pool of the processes of somebody's own loop, which are nobody's here to start or to end."""
     return WorkerPool(
         lambda group: LoopCrew(loop, group),
-        is_renewable=False,
         request_timeout_s=_LOOP_TIMEOUT_S,
         hang_timeout_s=_LOOP_TIMEOUT_S,
     )

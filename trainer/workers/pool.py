@@ -14,10 +14,10 @@ Errors, all of them for the operator (trainer/errors.py)::
     ├── WorkerOutOfMemory    what was asked for does not fit into its device's memory
     ├── WorkerDied       a process ended unasked
     └── WorkerStalled    an answer did not come in its time
-    LoopGone             somebody's own loop has ended, or hangs
+    LoopGone             somebody's own loop has ended
 
 After the first of them the pool is broken and raises it again whatever it is asked. A WorkerCrashed costs no more than
-the parameters and the optimizer's state, and `renew` mends the pool.
+the parameters and the optimizer's state, and `renew` mends the pool, unless the workers are somebody's own loop.
 """
 
 import asyncio
@@ -31,7 +31,6 @@ from typing import Protocol, Self
 from isthmus.trainer.errors import WorkerCrashed
 from isthmus.trainer.workers import ipc
 from isthmus.trainer.workers.link import WorkerLink
-from isthmus.trainer.workers.loop import LoopGone
 from isthmus.trainer.workers.requests import WorkerRequests
 
 log = logging.getLogger(__name__)
@@ -93,7 +92,6 @@ class WorkerPool(WorkerRequests):
 
     Args:
         make_crew: who they are; the group owns its tasks.
-        is_renewable: whether others can take the place of those that are gone.
         micro_batch: of the workers; None: they see to it themselves.
         request_timeout_s, hang_timeout_s: see `WorkerRequests`.
     """
@@ -102,14 +100,12 @@ class WorkerPool(WorkerRequests):
         self,
         make_crew: Callable[[asyncio.TaskGroup], Crew],
         *,
-        is_renewable: bool = True,
         micro_batch: MicroBatch | None = None,
         request_timeout_s: float,
         hang_timeout_s: float,
     ) -> None:
         super().__init__(request_timeout_s=request_timeout_s, hang_timeout_s=hang_timeout_s)
         self._make_crew = make_crew
-        self._is_renewable = is_renewable
         self.micro_batch = micro_batch
         self._resources = contextlib.AsyncExitStack()
         self._group: asyncio.TaskGroup  # made on entry
@@ -167,11 +163,8 @@ class WorkerPool(WorkerRequests):
 
         Raises:
             WorkerDied, WorkerStalled, EnvironmentFault: as at the first start.
-            LoopGone: it was somebody's own loop.
         """
         assert self._crew is not None, "the pool was entered"
-        if not self._is_renewable:
-            raise LoopGone(str(self._crew.link.failure))
         await self._crew.close()
         await self._start()
 

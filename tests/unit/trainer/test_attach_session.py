@@ -1,10 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """A loop's side of a session: what it answers, in which order, and what it leaves behind. The daemon is a script."""
 
+import os
 from collections import deque
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import SimpleNamespace
 
+import msgspec
 import pytest
 import torch
 from torch import nn
@@ -15,6 +18,7 @@ from isthmus.trainer.attach.session import Session, _Place
 from isthmus.trainer.attach.tensors import LoopTensors
 from isthmus.trainer.workers import ipc
 from isthmus.trainer.workers.channel import DaemonGone
+from isthmus.trainer.workers.loop import Loop, LoopEnd
 from isthmus.trainer.workers.shared_buffer import SharedBuffer
 
 STEP = ipc.Step(serial=3, inner_step=41, position=41.5, indices=(10, 11, 12, 13, 14))
@@ -171,3 +175,19 @@ def test_a_command_that_neither_founds_nor_joins_is_refused(
     model = nn.Linear(2, 2)
     with pytest.raises(ValueError, match="founds a run with 'up' or joins one with 'join TICKET'"):
         isthmus.attach(model, torch.optim.SGD(model.parameters(), lr=0.1), command)
+
+
+def test_a_daemon_that_lives_on_without_the_loop_says_why_and_is_left_alone(opened: Opener, tmp_path: Path) -> None:
+    session, around = opened(STEP)
+    loop = Loop(folder=tmp_path, facts=SimpleNamespace(pid=os.getppid()))
+    stopped: list[bool] = []
+    session._place = msgspec.structs.replace(session._place, socket_path=str(tmp_path / "socket"))
+    session._daemon = SimpleNamespace(is_running=lambda: True, stop=lambda: stopped.append(True), close=lambda: None)
+    assert session._daemon_is_there()
+    assert loop.give_up(LoopEnd(exit_code=10, cause="the values are not finite"))
+    assert not session._daemon_is_there()
+    _train(around)
+    with session, pytest.raises(isthmus.RunEnded, match=r"^the values are not finite \(isthmus join") as ended:
+        around.optimizer.step()
+    assert ended.value.exit_code == 10
+    assert not stopped
