@@ -179,6 +179,33 @@ def test_loops_that_are_started_again_go_on_with_their_run(tmp_path: Path) -> No
     assert_same_commits(founder, other)
 
 
+def test_a_founders_loop_that_is_killed_takes_its_coordinator_along_and_is_started_again(tmp_path: Path) -> None:
+    with running(tmp_path) as run:
+        flags = ("--peers", "2", "--outer-steps", str(OPEN_END), "--outer.inner-steps", "5")
+        founder = run.found_loop(*flags, program=TINY)
+        run.wait_for_ticket()
+        other = run.join_loop(program=TINY)
+        run.until_step(2, founder, other)
+        _kill_with_daemon(run, founder)  # found before: the daemon coordinated on, and kept the folder
+        stood = founder.step
+        founder = run.found_loop(*flags, program=TINY, folder=founder.directory)
+        run.until_step(stood + 3, founder, other)
+        assert other.is_running
+        assert run.command("leave", "--dir", str(founder.directory)).code == 0
+        run.until("its leave", lambda: bool(founder.events("leave", code=LEFT)))
+        after = other.step
+        run.until_step(after + 3, other)
+        _kill_with_daemon(run, founder)  # its loop has waited for the others
+        other.kill()
+    assert_same_commits(founder, other)
+
+
+def _kill_with_daemon(run: Run, process: Process) -> None:
+    (daemon,) = process.children()
+    process.kill()
+    run.until("end of its daemon", lambda: daemon not in run.alive(), timeout_s=20.0)
+
+
 def test_a_loop_whose_values_are_no_numbers_ends_with_the_reason_and_the_others_go_on(tmp_path: Path) -> None:
     with running(tmp_path) as run:
         flags = ("--peers", "2", "--outer-steps", str(OPEN_END), "--outer.inner-steps", "5")

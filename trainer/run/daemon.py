@@ -44,7 +44,7 @@ from isthmus.trainer.run.peer import Peer
 from isthmus.trainer.run.preparation import Start, prepare
 from isthmus.trainer.run.seat import Seat
 from isthmus.trainer.workers.devices import choose_device
-from isthmus.trainer.workers.loop import LoopEnd
+from isthmus.trainer.workers.loop import Loop, LoopEnd
 
 log = logging.getLogger(__name__)
 
@@ -235,7 +235,8 @@ class _Process:
             is_complete = finish.code == ExitCode.DONE
             self._has_left = True
             self._seat.closing.clear()  # that was about the peer; from now on it is about the coordinator
-            await self._everybody_gone(timeout_s=_FAREWELL_TIMEOUT_S if is_complete else None)
+            owner = None if is_complete else self._start.loop
+            await self._everybody_gone(timeout_s=_FAREWELL_TIMEOUT_S if is_complete else None, owner=owner)
         if finish.code not in (ExitCode.DONE, ExitCode.LEFT):
             raise _Ended(finish)
         return finish.code
@@ -246,7 +247,8 @@ class _Process:
         except (IsthmusError, ExceptionGroup) as error:
             loop, known = self._start.loop, operator_error(error)
             cause, code = str(known or leaves(error)[0]), ExitCode.UNEXPECTED if known is None else known.exit_code
-            # A loop must not stand in its step meanwhile. Found before: one did, without a deadline.
+            # A loop must not stand in its step meanwhile. Found before: one did, without a deadline; and the process of
+            # one that was dead coordinated on, so that nobody could start it again in its folder.
             if self._seat is not None and (loop is None or loop.give_up(LoopEnd(exit_code=code, cause=cause))):
                 # The workers here are lost, the run is not: the others need the coordinator until they are done.
                 log.error("peer_failed cause=%r; interrupt to end the coordinator too", cause)  # noqa: TRY400
@@ -254,14 +256,14 @@ class _Process:
                 await self._everybody_gone(timeout_s=None)
             raise
 
-    async def _everybody_gone(self, *, timeout_s: float | None) -> None:
-        """Coordinate for as long as somebody is there, or until this process is asked to stop."""
+    async def _everybody_gone(self, *, timeout_s: float | None, owner: Loop | None = None) -> None:
+        """Coordinate for as long as somebody is there, and the owner; or until this process is asked to stop."""
         assert self._seat is not None, "a coordinator lives here"
         assert self._seat.coordinator is not None, "it was opened"
         others = len(self._seat.coordinator.status().view.members)
         if others and timeout_s is None and self._peer is not None:
             log.info("still_coordinating members=%d; interrupt again to stop", others)
-        await self._seat.everybody_gone(has_peer=self._peer is not None, timeout_s=timeout_s)
+        await self._seat.everybody_gone(has_peer=self._peer is not None, timeout_s=timeout_s, owner=owner)
 
     async def _count(self, reception: Reception, chronicle: Chronicle) -> None:
         while True:

@@ -22,6 +22,7 @@ from isthmus.trainer.run.coordination import Coordination
 from isthmus.trainer.run.founding import Founded
 from isthmus.trainer.run.options import Founding, StandingBy
 from isthmus.trainer.run.preparation import Start, wall_s
+from isthmus.trainer.workers.loop import Loop
 
 _POLL_S = 0.1
 
@@ -104,24 +105,25 @@ class Seat:
         """Let go of the journal."""
         self._coordination.close()
 
-    async def everybody_gone(self, *, has_peer: bool, timeout_s: float | None) -> None:
+    async def everybody_gone(self, *, has_peer: bool, timeout_s: float | None, owner: Loop | None = None) -> None:
         """Coordinate for as long as somebody is there, or until `closing` is set.
 
         Args:
             has_peer: whether a peer lived here; else nobody's absence ends the coordinator of a run that goes on.
             timeout_s: for all of it; None: no limit.
+            owner: whose end ends it too, so that it can be started again in this folder.
         """
         assert self.coordinator is not None, "it was opened"
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
-                while not self._is_over(self.coordinator, has_peer=has_peer):  # noqa: ASYNC110 - a state of many parts
+                while not self._is_over(self.coordinator, has_peer, owner):  # noqa: ASYNC110 - a state of many parts
                     await asyncio.sleep(_POLL_S)
                 if self.coordinator.finished:
                     await self.coordinator.until_finished()  # the last goodbyes are on their way
 
-    def _is_over(self, coordinator: CoordinatorShell, *, has_peer: bool) -> bool:
+    def _is_over(self, coordinator: CoordinatorShell, has_peer: bool, owner: Loop | None) -> bool:
         status = coordinator.status()
-        if status.finished or self.closing.is_set():
+        if status.finished or self.closing.is_set() or not (owner is None or owner.is_alive):
             return True
         return has_peer and not (status.view.members or status.learners)
 

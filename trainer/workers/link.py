@@ -211,9 +211,9 @@ class WorkerLink:
         """Tell all workers to exit."""
         self._broadcast(ipc.encode(ipc.Stop(serial=self.next_serial())))
 
-    def close(self) -> None:
-        """Close the socket; idempotent."""
-        self._socket.close()
+    def close(self, *, at_once: bool = False) -> None:
+        """Close the socket; idempotent. `at_once`: nobody is left who could hear the last request."""
+        self._socket.close(linger=0 if at_once else None)
         self._context.term()
 
     def _broadcast(self, wire: bytes) -> None:

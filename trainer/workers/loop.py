@@ -66,12 +66,19 @@ class Loop:
     folder: Path
     facts: LoopFacts
 
+    @property
+    def is_alive(self) -> bool:
+        """Whether its first process is."""
+        return os.getppid() == self.facts.pid
+
     def give_up(self, end: LoopEnd) -> bool:
         """Tell it that nobody asks it for anything any more; in whatever step it stands, it looks once a second.
 
         Returns:
-            Whether that could be written down. If not, the end of this process has to tell it.
+            Whether it is there to hear of it. If not, this process has nothing to live on for.
         """
+        if not self.is_alive:
+            return False
         try:
             write_atomically(self.folder / _END_NAME, msgspec.json.encode(end))
         except OSError:
@@ -107,9 +114,10 @@ def find_loop(folder: Path) -> Loop:
         facts = msgspec.json.decode((folder / FACTS_NAME).read_bytes(), type=LoopFacts)
     except (OSError, msgspec.MsgspecError) as error:
         raise _no_loop(folder) from error
-    if facts.pid != os.getppid():
+    loop = Loop(folder=folder, facts=facts)
+    if not loop.is_alive:
         raise _no_loop(folder)
-    return Loop(folder=folder, facts=facts)
+    return loop
 
 
 def _no_loop(folder: Path) -> EnvironmentFault:
@@ -131,7 +139,7 @@ class LoopCrew:
     def __init__(self, loop: Loop, group: asyncio.TaskGroup) -> None:
         facts = loop.facts
         self._group = group
-        self._folder = loop.folder
+        self._loop = loop
         self.link = WorkerLink(
             loop.folder / SOCKET_NAME,
             facts.num_processes,
@@ -163,13 +171,14 @@ class LoopCrew:
         """Tidy up. May be called again."""
         for task in self._tasks:
             task.cancel()
-        self.link.close()
-        if os.getppid() != self.pids[0]:  # nobody is left who tidies up
-            shutil.rmtree(self._folder, ignore_errors=True)
+        is_left = self._loop.is_alive
+        self.link.close(at_once=not is_left)
+        if not is_left:  # nobody is left who tidies up
+            shutil.rmtree(self._loop.folder, ignore_errors=True)
         self.closed.set()
 
     async def _watch(self) -> None:
-        while os.getppid() == self.pids[0]:  # noqa: ASYNC110 - the kernel tells nobody of a parent's end
+        while self._loop.is_alive:  # noqa: ASYNC110 - the kernel tells nobody of a parent's end
             await asyncio.sleep(_LOOK_S)
         self.link.fail(LoopGone("the training loop has ended, and its peer with it", cure="start the loop again"))
 

@@ -18,7 +18,7 @@ from isthmus.trainer.attach.session import Session, _Place
 from isthmus.trainer.attach.tensors import LoopTensors
 from isthmus.trainer.workers import ipc
 from isthmus.trainer.workers.channel import DaemonGone
-from isthmus.trainer.workers.loop import Loop, LoopEnd
+from isthmus.trainer.workers.loop import Loop, LoopEnd, end_of
 from isthmus.trainer.workers.shared_buffer import SharedBuffer
 
 STEP = ipc.Step(serial=3, inner_step=41, position=41.5, indices=(10, 11, 12, 13, 14))
@@ -191,3 +191,9 @@ def test_a_daemon_that_lives_on_without_the_loop_says_why_and_is_left_alone(open
         around.optimizer.step()
     assert ended.value.exit_code == 10
     assert not stopped
+
+
+def test_what_the_daemon_of_a_loop_that_is_dead_would_say_is_said_to_nobody(tmp_path: Path) -> None:
+    loop = Loop(folder=tmp_path, facts=SimpleNamespace(pid=os.getpid()))
+    assert not loop.give_up(LoopEnd(exit_code=10, cause="the values are not finite"))
+    assert end_of(tmp_path) is None
