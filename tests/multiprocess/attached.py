@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A training loop of one's own for test_attach.py, tiny and exact. Not a test.
 
-    python tests/multiprocess/attached.py [--optimizer sgd] [--dim 12] [--stand-still-at STEP]
-        [--nan-at STEP]
+    python tests/multiprocess/attached.py [--optimizer sgd] [--dim 12] [--tokens-per-sample 1]
+        [--stand-still-at STEP] [--nan-at STEP]
 
 Its lines: "at STEP DIGEST" with the parameters that a step begins with, "own STEP" of those after the session, and at
 last "ends DIGEST". It learns a matrix by heart. Under torchrun the model is cut by FSDP2 over the processes.
@@ -69,6 +69,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--optimizer", choices=OPTIMIZERS, default="adamw")
     parser.add_argument("--dim", type=int, default=12)
+    parser.add_argument("--tokens-per-sample", type=int, default=1)
     parser.add_argument("--stand-still-at", type=int)
     parser.add_argument("--nan-at", type=int, help="from this inner step on its values are no numbers")
     given = parser.parse_args()
@@ -88,7 +89,7 @@ def main() -> None:
         loss.backward()
         return loss
 
-    with isthmus.attach(model, optimizer) as session:
+    with isthmus.attach(model, optimizer, tokens_per_sample=given.tokens_per_sample) as session:
         for indices in session:
             tell("at", session.inner_step, digest_of(model))
             while given.stand_still_at is not None and session.inner_step >= given.stand_still_at:

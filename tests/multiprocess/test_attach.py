@@ -3,6 +3,7 @@
 
 import json
 import re
+import shlex
 import signal
 from pathlib import Path
 
@@ -232,11 +233,16 @@ def test_a_loop_whose_values_are_no_numbers_ends_with_the_reason_and_the_others_
 
 def test_who_does_not_fit_a_run_of_loops_is_told_why(tmp_path: Path) -> None:
     with running(tmp_path) as run:
-        founder = run.found_loop("--peers", "2", "--outer-steps", "2", "--outer.inner-steps", "2", program=TINY)
+        right = (*TINY, "--tokens-per-sample", "1000")
+        founder = run.found_loop("--peers", "2", "--outer-steps", "2", "--outer.inner-steps", "2", program=right)
         run.wait_for_ticket()
+        lighter = run.join_loop(program=TINY)
         wider = run.join_loop(program=(*TINY, "--dim", "16"))
         heavier = run.join_loop(program=(*TINY, "--optimizer", "sgd"))
         alone = run.join()
+        error = _ended_badly(lighter, USAGE)  # found before: it weighed a thousandth of the founder in silence
+        assert "isthmus: a sample of this loop counts for 1 token, in the run for 1000" in error
+        assert "tokens_per_sample=1000" in error
         error = _ended_badly(wider, USAGE)
         assert (
             "isthmus: the loop's model is not the run's: here layers.0.weight 16x16, in the run layers.0.weight 12x12"
@@ -249,10 +255,13 @@ def test_who_does_not_fit_a_run_of_loops_is_told_why(tmp_path: Path) -> None:
         assert "this run's peers train by loops of their own" in sentence
         assert "isthmus.attach" in sentence
         line = next(line for line in founder.console.read_text().splitlines() if "ISTHMUS_COMMAND" in line)
-        assert line.strip() == f"ISTHMUS_COMMAND='isthmus join {run.ticket.read_text().strip()}' python {TINY[0]}"
+        assert (
+            line.strip()
+            == f"ISTHMUS_COMMAND='isthmus join {run.ticket.read_text().strip()}' python {shlex.join(right)}"
+        )
         assert line in run.command("ticket", "--dir", str(founder.directory)).out
-        right = run.join_loop(program=TINY)
-        assert run.until_ended(founder, right) == [0, 0], run.story()
+        member = run.join_loop(program=right)
+        assert run.until_ended(founder, member) == [0, 0], run.story()
 
 
 def test_a_loop_does_not_get_into_a_run_of_isthmus_own_model(tmp_path: Path) -> None:

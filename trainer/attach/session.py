@@ -81,7 +81,9 @@ def attach(
         command: what stands behind `isthmus` on a command line, in one string or word by word: "up --peers 2
             --outer-steps 40" founds a run, "join TICKET" joins one. None: what ISTHMUS_COMMAND says. Every flag of
             these commands is known; --inner.batch-size is the samples of one inner step of one peer.
-        tokens_per_sample: for figures: how many tokens a second, how many in all.
+        tokens_per_sample: how many tokens a sample counts for, the same on all peers of a run. What a peer gives to an
+            exchange weighs as many tokens as it has trained, and so do figures. It is a fixed number: where samples
+            differ in length, leave it at 1 on all peers, and a peer's work weighs its samples.
 
     Raises:
         ValueError: the command is neither, or model and optimizer do not go together.

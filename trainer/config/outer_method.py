@@ -115,7 +115,7 @@ def fragment_table(model: ModelSection) -> FragmentTable:
 
 
 def tokens_per_sample(model: ModelSection) -> int:
-    """How long a sample is.
+    """How many tokens a sample counts for, in weights and figures; of a model of ours, how long it is.
 
     Raises:
         ConfigError: the model cannot be built.

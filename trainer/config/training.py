@@ -141,7 +141,7 @@ class LoopModelSection(Section):
     parameters: Annotated[tuple[Shaped, ...], Field(min_length=1)]
     """Names and shapes of what is trained, in their order: "head.weight 256x64"."""
     seq_len: Annotated[Count, Field(ge=1)] = 1
-    """Tokens in a sample, for figures alone: how many a second, how many in all."""
+    """Tokens that a sample counts for, on all peers: the weight of a peer's work in an exchange, and in figures."""
 
     def named_shapes(self) -> tuple[tuple[str, tuple[int, ...]], ...]:
         """What `parameters` says."""

@@ -28,7 +28,7 @@ from isthmus.trainer.checkpoint.remote import find_resumed, is_url, reaching
 from isthmus.trainer.config.base_model import require_base_model, with_base_model
 from isthmus.trainer.config.settings import Config
 from isthmus.trainer.config.training import LoopModelSection
-from isthmus.trainer.config.wiring import fragments_of, with_vocabulary
+from isthmus.trainer.config.wiring import fragments_of, tokens_per_sample, with_vocabulary
 from isthmus.trainer.contact.admission import RunTerms, authority_of, hello_maker, own_security
 from isthmus.trainer.contact.identity import PeerFolder, PeerIdentity
 from isthmus.trainer.contact.joining import Admission, ask_admission, stranger_hello, stranger_security
@@ -216,6 +216,14 @@ def _require_loop(options: PeerOptions | CoordinatorOptions, config: Config) -> 
         raise ConfigError(
             f"the loop's optimizer keeps {here} for each parameter, in the run it is {there}",
             cure="use the same kind of optimizer on all peers",
+        )
+    counts, wanted = loop.facts.tokens_per_sample, tokens_per_sample(config.model)
+    if counts != wanted:
+        # Found before: the one with the smaller number weighed next to nothing in silence, or the one with the larger
+        # number was put out for a lie about its work.
+        raise ConfigError(
+            f"a sample of this loop counts for {counts} token{'s' * (counts != 1)}, in the run for {wanted}",
+            cure=f"give isthmus.attach the run's number, tokens_per_sample={wanted}",
         )
 
 
