@@ -156,6 +156,8 @@ class Session:
         self._lr: float | None = None
         self._began_s = time.perf_counter()
         self._is_over = self._is_closed = self._is_given_up = False
+        self._is_void = False
+        """Whether what `optimizer.step()` is about to do is nobody's any more."""
         optimizer = tensors.optimizer
         self._hooks = (
             optimizer.register_step_pre_hook(self._before_step),
@@ -253,10 +255,24 @@ class Session:
             ipc.BackwardDone(serial=self._task.serial, loss=self._loss_now(), num_tokens=self._num_tokens)
         )
         self._serve()
+        if not isinstance(self._task, ipc.Update):
+            self._void_step()
+
+    def _void_step(self) -> None:
+        """The gradient was given and none came back: the peer has left, or lost its membership and begins anew.
+
+        An optimizer leaves out what has no gradient. Found before: it took the old one to the parameters that had just
+        been loaded, and that was told as the answer to what was asked for next.
+        """
+        self._is_void = True
+        for group in self._tensors.optimizer.param_groups:
+            for parameter in group["params"]:
+                parameter.grad = None
 
     def _after_step(self, optimizer: Optimizer, _args: tuple[Any, ...], _kwargs: dict[str, Any]) -> None:
         task = self._task
-        if task is None:
+        if self._is_void or task is None:
+            self._is_void, self._loss = False, None
             return
         self._own_steps += 1
         self._channel.send(

@@ -128,6 +128,35 @@ def test_a_step_in_two_halves_lets_the_gradient_be_replaced_between_them(opened:
     torch.testing.assert_close(around.model.weight.detach(), before + 0.5)  # Adam's first step has the size of its rate
 
 
+def test_a_step_whose_gradient_does_not_come_back_is_none_and_the_next_begins_anew(opened: Opener) -> None:
+    def backward(serial: int, inner_step: int) -> ipc.Backward:
+        return ipc.Backward(serial=serial, inner_step=inner_step, position=0.5, indices=(inner_step,))
+
+    lost = (backward(1, 1), ipc.Load(serial=2), backward(3, 5))  # after it was out of the run for a while
+    whole = (ipc.Update(serial=4, inner_step=5, position=4.5), backward(5, 6), ipc.Stop(serial=6))
+    session, around = opened(*lost, *whole)
+    around.mailbox.fill_(2.0)
+    seen, values = [], []
+    for indices in session:
+        seen.append(indices)
+        session.report(_train(around))
+        around.optimizer.step()
+        values.append(around.model.weight.detach().clone())
+    replies = [(type(reply), reply.serial) for reply in around.script.replies[1:]]
+    assert replies == [
+        (ipc.BackwardDone, 1),
+        (ipc.Loaded, 2),
+        (ipc.BackwardDone, 3),
+        (ipc.StepDone, 4),
+        (ipc.BackwardDone, 5),
+    ]
+    assert seen == [[1], [5], [6]]
+    assert torch.equal(values[0], torch.full((2, 3), 2.0)), "as they were loaded"
+    assert not torch.equal(values[1], values[0])
+    assert torch.equal(values[2], values[1]), "the run is over: what it ended with stays"
+    assert session._own_steps == 1
+
+
 def test_a_closure_is_welcome_unless_gradients_are_exchanged(opened: Opener) -> None:
     session, around = opened(STEP, ipc.Stop(serial=4))
     around.optimizer.step(lambda: _train(around))
