@@ -84,7 +84,7 @@ class Mesh:
         if bundle is None:
             self._make_room_for_stranger(hello.peer_id)
             bundle = self._new_bundle(hello.ref, hello.num_streams)
-        elif bundle.is_dialler and bundle.is_connected:
+        elif bundle.is_dialler and bundle.is_connected and self._me.peer_id < hello.peer_id:  # see redial.py
             self._refuse(sock, hello, "connected in the other direction")
             return
         bundle.is_dialler = False

@@ -2,9 +2,9 @@
 """Making the missing streams of one bundle anew: by its dialler. The other side looks whether anybody is there, and
 dials as well if no call has come for a while: its peer may be behind a NAT that only it can be called through.
 
-Rules: a repair is somebody's task and ends with it. One at a time; there is none in the background. A connection that
-comes up when the pair has one in the other direction already is given up. The candidate that led there last is dialled
-first, alone; the peer is taken for gone only when all of them refuse.
+Rules: a repair is somebody's task and ends with it. One at a time; there is none in the background. Where two calls
+cross, that of the smaller id stays, on both sides: the other one is closed by its caller, or replaced. The candidate
+that led there last is dialled first, alone; the peer is taken for gone only when all of them refuse.
 """
 
 import asyncio
@@ -152,9 +152,10 @@ class Redial:
 
     async def _dial(self, address: str, stream: int) -> None:
         bundle = self._bundle
+        own_hello = self._hello(bundle.peer, stream, bundle.num_streams)
         sock, reply, path = await open_connection(
             address,
-            self._hello(bundle.peer, stream, bundle.num_streams),
+            own_hello,
             timeout_s=_DIAL_TIMEOUT_S,
             options=self._options,
             security=self._security,
@@ -164,7 +165,9 @@ class Redial:
             sock.close()
             raise PeerUnreachable(address, "another start of the peer answers there")
         self.path = path
-        if bundle.closed or (bundle.is_connected and not bundle.is_dialler):
+        # Found before: where two calls crossed, both callers closed theirs, waited equally long, and crossed again.
+        has_crossed = bundle.is_connected and not bundle.is_dialler
+        if bundle.closed or (has_crossed and own_hello.peer_id > bundle.peer_id):
             sock.close()
             return
         bundle.is_dialler = True

@@ -8,12 +8,44 @@ import torch
 
 from isthmus.collective import Member
 from isthmus.collective.api import communicator
+from isthmus.collective.transport import redial
 
 
 async def test_both_sides_of_a_pair_see_the_link_that_one_has_dialled(new_site) -> None:
     smaller, larger = [await new_site(number) for number in (1, 2)]
     met = await asyncio.gather(smaller.communicator.meet(larger.member), larger.communicator.meet(smaller.member))
     assert met == [None, None]
+
+
+@pytest.mark.parametrize("slower", [None, 1, 2], ids=["at once", "the larger is first", "the smaller is first"])
+async def test_of_two_calls_that_cross_the_one_of_the_smaller_id_stays(
+    new_site, view_of, monkeypatch: pytest.MonkeyPatch, slower: int | None
+) -> None:
+    smaller, larger = sites = [await new_site(number) for number in (1, 2)]
+    larger.communicator._mesh._dials[smaller.me.peer_id] = True  # as where a fault has turned their roles round
+    have_answers, is_there, num_dials = asyncio.Barrier(2), asyncio.Event(), 0
+    dial = redial.open_connection
+
+    async def dialling(address, hello, **options):
+        nonlocal num_dials
+        num_dials += 1
+        if slower is not None and hello.peer_id == sites[slower - 1].me.peer_id:
+            await is_there.wait()  # its call sets out when the other one has come
+        found = await dial(address, hello, **options)
+        if slower is None and num_dials <= 2:
+            await have_answers.wait()
+        is_there.set()
+        return found
+
+    monkeypatch.setattr(redial, "open_connection", dialling)
+    met = await asyncio.gather(smaller.communicator.meet(larger.member), larger.communicator.meet(smaller.member))
+    assert met == [None, None]
+    outs = [torch.empty(100) for _ in sites]
+    await asyncio.gather(*(site.communicator.install(view_of(sites)) for site in sites))
+    await asyncio.gather(*(site.mean(torch.ones(100), out=out) for site, out in zip(sites, outs, strict=True)))
+    assert num_dials == 2
+    assert smaller.communicator._mesh.bundles[larger.me].is_dialler
+    assert not larger.communicator._mesh.bundles[smaller.me].is_dialler
 
 
 async def test_a_view_goes_on_with_the_links_that_were_made_before_it(new_site, view_of) -> None:
