@@ -73,6 +73,7 @@ NEEDS = (
 )
 READY = "TIME INFO isthmus.trainer.workers.pool workers_ready num_workers=N device=cpu (N thread)"
 MOMENTS = "TIME INFO isthmus.trainer.engine.moments moments_remembered outer_step=N own_steps=N"
+PUT_ASIDE = "TIME INFO isthmus.trainer.checkpoint.lineages put_aside place=lineage-N moved=N"
 VIEW = "TIME INFO isthmus.collective.api.communicator view_installed epoch=N world_size=N"
 COMMITTED = "TIME INFO isthmus.trainer.record.chronicle committed outer_step=N epoch=N world_size=N loss=N wait_s=N"
 ADMITTED = "TIME INFO isthmus.trainer.contact.admission admitted peer_id=PEER by=PEER"
@@ -266,7 +267,18 @@ def test_a_first_hour(tmp_path: Path) -> None:
         finished, up = hour.starts("up", "--resume", "runs/hour", "--run.outer_steps", steps, *AT_HOME, folder="hour")
         assert hour.log_and_rest(finished, up) == (
             0,
-            {LISTENING, TEXT, NEEDS, READY, VIEW, COMMITTED, ADOPTED, MOMENTS, _finished("the run is complete")},
+            {
+                LISTENING,
+                TEXT,
+                NEEDS,
+                READY,
+                VIEW,
+                COMMITTED,
+                PUT_ASIDE,
+                ADOPTED,
+                MOMENTS,
+                _finished("the run is complete"),
+            },
             [
                 *INVITATION,
                 *_summary("is complete", folder="runs/hour", following="isthmus export --dir runs/hour"),

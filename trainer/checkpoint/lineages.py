@@ -22,4 +22,4 @@ def set_aside(folder: Path, entries: Sequence[Path]) -> None:
         new = aside / old.relative_to(folder)
         new.parent.mkdir(parents=True, exist_ok=True)
         old.rename(new)
-    log.info("put_aside folder=%s entries=%d", aside, len(entries))
+    log.info("put_aside place=%s moved=%d", aside.name, len(entries))
