@@ -40,10 +40,6 @@ def test_no_seed_that_once_broke_an_invariant_does_so_again(seed: int) -> None:
     assert Simulator(seed, options=Options.plain_of_seed(seed)).run().violation is None
 
 
-def test_a_rebuilt_run_begins_above_the_epoch_of_a_start_whose_folder_was_copied() -> None:
-    assert Simulator(6893, options=Options.plain_of_seed(2481).with_(delay=2)).run().violation is None
-
-
 def test_a_member_whose_exchange_hangs_is_not_awaited_because_it_trains_on() -> None:
     assert Simulator(5048).run().violation is None
 

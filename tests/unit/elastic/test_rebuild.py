@@ -249,6 +249,18 @@ def test_rebuilt_epoch_is_beyond_every_epoch_that_anybody_has_named() -> None:
     assert driver.machine.state.epoch == record.epoch
 
 
+def test_rebuilt_epoch_is_beyond_that_of_an_older_start_whose_folder_was_copied() -> None:
+    """Seed 2481, while methods could be planned that are refused now."""
+    driver = rebuilding()
+    joins(driver, 1, epoch=3, incarnation=2)
+    joins(driver, 1, epoch=17, incarnation=1)
+    joins(driver, 2, epoch=5)
+    joins(driver, 3, epoch=5)
+    driver.wait(GRACE_S)
+    (record,) = driver.records(RebuildRecord)
+    assert record.epoch == 17 + EPOCHS_A_REBUILD
+
+
 def test_epoch_that_no_run_reaches_is_refused() -> None:
     driver = rebuilding()
     joins(driver, 1, epoch=2**40)
