@@ -326,8 +326,8 @@ class Outer(ABC):
 
         Pure, and equal on every member. It does not see the outer step: while rounds are in flight one member has seen
         a commit that another has not, so a plan that followed from it would differ between them. Rounds of one plan
-        are of different fragments, and have one delay. Where that is so long that a fragment is given anew before its
-        outcome lands, all plans are of the same fragments.
+        are of different fragments, and have one delay. It is at most the time to the fragment's next turn. Where it is
+        as long, so that a fragment is given anew before its outcome lands, all plans are of the same fragments.
 
         Args:
             inner_step: inner steps since the run began; 0 is asked too, before the first.

@@ -7,7 +7,6 @@ from the method's settings alone, so a learner, a member and a resumed run agree
 
 from __future__ import annotations
 
-from itertools import takewhile
 from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
@@ -28,6 +27,7 @@ class OuterPlan:
     def __init__(self, outer: Outer) -> None:
         self._outer = outer
         self._steps: list[tuple[Round, ...]] = []
+        self._newest: dict[FragmentKey, tuple[Round, ...]] = {}  # the last step of each fragment
         self._scanned = -1
 
     @property
@@ -54,14 +54,14 @@ class OuterPlan:
         return 0 if outer_step == 0 else self.rounds(outer_step)[0].due_step
 
     def again(self, outer_step: int) -> int:
-        """The newest outer step that gives a fragment of this one anew before this one's outcome reaches the workers.
+        """The outer step that gives the fragments of this one anew before this one's outcome reaches the workers.
 
         This one itself if there is none, as where a round's delay is shorter than the time to its fragment's next turn.
         """
-        rounds, newest = self.rounds(outer_step), outer_step
-        while _is_out(rounds, self.inner_step(newest + 1)):
-            newest += 1
-        return newest if _fragments(self.rounds(newest)) & _fragments(rounds) else outer_step
+        following = outer_step + 1
+        is_out = self.inner_step(following) <= self.due_step(outer_step)
+        is_again = is_out and _fragments(self.rounds(following)) & _fragments(self.rounds(outer_step))
+        return following if is_again else outer_step
 
     def _next(self) -> tuple[Round, ...]:
         for inner_step in range(self._scanned + 1, self._scanned + 1 + _MAX_STRETCH):
@@ -70,27 +70,33 @@ class OuterPlan:
                 self._scanned = inner_step
                 if self.steps_may_differ:
                     _require_no_gradient(rounds)
-                self._require_all_again(rounds)
+                self._require_one_again(rounds)
                 return _checked(rounds)
         raise ValueError(f"{self._outer} plans no round in {_MAX_STRETCH} inner steps")
 
-    def _require_all_again(self, rounds: tuple[Round, ...]) -> None:
-        """If a fragment is given anew before it lands, each step out gives all: its vote names what its payloads hold.
+    def _require_one_again(self, rounds: tuple[Round, ...]) -> None:
+        """A fragment may be given anew when its last outcome is due, before that lands; then each step gives all.
 
-        What a missed payload held goes with the one after the next, for all fragments alike.
+        A vote names what a member's payloads hold: what a missed one held goes with the one after the next, for all
+        fragments alike. With a longer delay a late worker would have to make several payloads before anything lands,
+        while the others make as many: it would never catch up.
         """
         at, fragments = rounds[0].inner_step, _fragments(rounds)
-        out = [_fragments(earlier) for earlier in takewhile(lambda item: _is_out(item, at), reversed(self._steps))]
-        if any(fragments & others for others in out) and any(fragments != others for others in out):
+        out = [earlier for earlier in self._newest.values() if earlier[0].due_step >= at]
+        given_again = [earlier for earlier in out if fragments & _fragments(earlier)]
+        due = max((earlier[0].due_step for earlier in given_again), default=at)
+        if due > at:
+            raise ValueError(
+                f"a fragment is given again at inner step {at}, and its last outcome is due after inner step {due}:"
+                " a delay may be as long as the time to the fragment's next turn"
+            )
+        if given_again and any(fragments != _fragments(earlier) for earlier in out):
             raise ValueError(f"a fragment is given again before it has landed, so all must be in every plan: {rounds}")
+        self._newest |= dict.fromkeys(fragments, rounds)
 
 
 def _fragments(rounds: tuple[Round, ...]) -> set[FragmentKey]:
     return {round_.fragment for round_ in rounds}
-
-
-def _is_out(rounds: tuple[Round, ...], inner_step: int) -> bool:
-    return rounds[0].due_step >= inner_step
 
 
 def _require_no_gradient(rounds: tuple[Round, ...]) -> None:

@@ -26,6 +26,8 @@ class Planned:
     """The inner step after which the first outer step is emitted."""
     steps: tuple[tuple[int, int, int], ...]
     """In turn: after so many more inner steps one is emitted, with this delay, of so many rounds."""
+    groups: int
+    """Of fragments, whose rounds take turns."""
     steps_may_differ: ClassVar = True
 
     def plan(self, inner_step: int) -> tuple[Round, ...]:
@@ -34,7 +36,9 @@ class Planned:
             gap, delay, num_rounds = self.steps[number % len(self.steps)]
             at += gap if number else 0
             if at >= inner_step:
-                return tuple(_round(at, delay, index) for index in range(num_rounds)) if at == inner_step else ()
+                first = number % self.groups * num_rounds
+                of = range(first, first + num_rounds) if at == inner_step else ()
+                return tuple(_round(at, delay, index) for index in of)
         raise AssertionError
 
 
@@ -228,16 +232,23 @@ _ROUNDS = st.integers(1, 3)
 
 @st.composite
 def plans(draw: st.DrawFn) -> Planned:
-    """One delay for all steps, from none over a whole round to several steps in flight; or any delay for each."""
-    num_rounds = draw(_ROUNDS)
+    """One delay for all steps, from none over a whole round to several steps in flight; or any delay for each.
+
+    Several are in flight where fragments take turns; each is due before its fragments' next turn. All fragments at once
+    may be given again as they are due.
+    """
+    num_rounds, groups = draw(_ROUNDS), draw(st.integers(1, 4))
     if draw(st.booleans()):
         gap = draw(_GAPS)
-        delay = draw(st.one_of(st.integers(0, gap), st.just(gap), st.integers(0, 4 * gap)))
+        longest = gap if groups == 1 else groups * gap - 1
+        delay = draw(st.one_of(st.integers(0, min(gap, longest)), st.just(longest), st.integers(0, longest)))
         steps = [(gap, delay, num_rounds)]
     else:
-        timing = st.tuples(_GAPS, st.integers(0, 20), st.just(num_rounds))
-        steps = draw(st.lists(timing, min_size=1, max_size=4))
-    return Planned(draw(st.integers(0, 6)), tuple(steps))
+        gaps = draw(st.lists(_GAPS, min_size=1, max_size=4))
+        turns = [sum(gaps[number % len(gaps)] for number in range(at + 1, at + 1 + groups)) for at in range(len(gaps))]
+        delays = [draw(st.integers(0, turn if groups == 1 else turn - 1)) for turn in turns]
+        steps = [(gap, delay, num_rounds) for gap, delay in zip(gaps, delays, strict=True)]
+    return Planned(draw(st.integers(0, 6)), tuple(steps), groups)
 
 
 @settings(max_examples=200, deadline=None)

@@ -317,7 +317,8 @@ class Options:
         first_inner_step = rng.choice((0, steps, steps, rng.randint(1, 2 * steps)))
         num_rounds = rng.randint(1, self.num_fragments)
         if (delay // steps + 1) * num_rounds > self.num_fragments:
-            num_rounds = self.num_fragments  # a fragment comes again before it lands: then all do (OuterPlan)
+            # A fragment comes again before it lands: then all do, and it is due by then (OuterPlan).
+            num_rounds, delay = self.num_fragments, min(delay, steps)
         return self.with_(
             steps_per_round=steps,
             delay=delay,

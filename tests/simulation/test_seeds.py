@@ -65,6 +65,12 @@ def test_who_leaves_while_the_journal_is_rebuilt_does_not_take_the_state_along()
     assert Simulator(87115).run().violation is None
 
 
+def test_what_a_rebuild_makes_void_is_void_though_a_copy_of_a_folder_has_answered_with_an_old_epoch() -> None:
+    # The original's answer was lost, so the new epoch was below its own.
+    options = Options.plain_of_seed(2481).with_(delay=2)
+    assert Simulator(6893, options=options).run().violation is None
+
+
 RICH = (266, 271, 287, 321, 341, 360, 454, 499, 551, 715, 775, 795)
 """Seeds that exercise every rule. Where a change has moved their histories, the first 800 are looked through."""
 

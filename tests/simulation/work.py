@@ -29,6 +29,7 @@ class Contributions:
         self._standing: set[PeerRef] = set()  # members and excused
         self._late: dict[PeerRef, Payload] = {}
         self._carried: set[str] = set()
+        self._lost_with_a_journal: set[str] = set()
 
     def made(self, node: "PeerNode", payload: Payload) -> None:
         lost = self._open.get(node.ref)
@@ -56,7 +57,12 @@ class Contributions:
         self._standing = standing
 
     def rebuilt(self, record: RebuildRecord | RollbackRecord) -> None:
-        """Payloads are void: what the lost journal has given to their owners cannot be known."""
+        """Payloads are void: what the lost journal has given to their owners cannot be known.
+
+        So they are where the new epoch is below an owner's too. It is if the owner's answer was lost, and a copy of its
+        folder with an old epoch has answered for it.
+        """
+        self._lost_with_a_journal |= {item.name for item in (*self._open.values(), *self._late.values())}
         self._evictions |= dict.fromkeys((*self._standing, *self._open, *self._late), record.epoch)
         self._standing = set()
 
@@ -103,6 +109,7 @@ class Contributions:
         if payload is not None:
             self._void[node.ref] = payload
             evicted = self._evictions.get(node.ref, -1) > epoch or payload.name in self._committed
+            evicted = evicted or payload.name in self._lost_with_a_journal
             evicted = evicted or self._history.final  # it was late for the run's last round
             demand(evicted, "I6", f"{name(node.ref)} lost its work in epoch {epoch} without being evicted")
 

@@ -68,9 +68,11 @@ def test_what_is_given_anew_before_it_lands_is_that_of_a_method_that_is_delayed_
     assert [plan.again(step) for step in range(1, 6)] == [step + ahead for step in range(1, 6)]
 
 
-def test_with_a_longer_delay_several_are_given_anew() -> None:
-    assert planning(0, delays=(12,)).again(3) == 5
+def test_a_fragment_is_given_anew_when_its_outcome_is_due_and_not_before() -> None:
     assert planning(0, delays=(4,)).again(3) == 3
+    assert planning(0, delays=(5,)).again(3) == 4
+    with pytest.raises(ValueError, match="at inner step 5, and its last outcome is due after inner step 6"):
+        planning(0, delays=(6,)).rounds(2)
 
 
 def test_fragments_that_are_given_anew_before_they_land_are_all_in_every_plan() -> None:
