@@ -42,7 +42,7 @@ from isthmus.collective.transport.hello import (
     send_reply,
 )
 from isthmus.collective.transport.interfaces import is_loopback, plain_host
-from isthmus.collective.transport.refusal_log import RefusalLog
+from isthmus.collective.transport.refusal_log import CLOSED_BEFORE_HELLO, RefusalLog
 from isthmus.collective.transport.security import Security, name_mismatch
 from isthmus.collective.transport.shared_memory import take_offer
 from isthmus.collective.transport.shared_socket import SharedSocket
@@ -269,7 +269,7 @@ class Listener:
         except StreamBroken as error:
             self._ended(error.cause, caller.host)
         except ConnectionLost:
-            self._ended("closed before hello", caller.host)
+            self._ended(CLOSED_BEFORE_HELLO, caller.host)
         except RemoteProtocolError as error:
             self._ended(error.reason, caller.host)
         except SecurityRefused as error:

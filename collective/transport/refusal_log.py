@@ -9,10 +9,14 @@ minute, a new one is counted only. No clock in here: the caller says what time i
 import logging
 import math
 from collections import Counter
+from typing import Final
 
 from isthmus.collective.core.types import Instant
 
 log = logging.getLogger(__name__)
+
+CLOSED_BEFORE_HELLO: Final = "closed before hello"
+"""No warning: who tries several addresses of ours side by side hangs up where it lost."""
 
 _EVERY_S = 60.0
 _MAX_KINDS = 64
@@ -47,4 +51,5 @@ class RefusalLog:
                 return
         self._said_at[kind] = now
         words = "".join(f" {name}={value[:_MAX_LENGTH]!r}" for name, value in about.items() if value)
-        log.warning("connection_ended%s reason=%r so_far=%d", words, kind[:_MAX_LENGTH], self._counters[kind])
+        level = logging.INFO if kind == CLOSED_BEFORE_HELLO else logging.WARNING
+        log.log(level, "connection_ended%s reason=%r so_far=%d", words, kind[:_MAX_LENGTH], self._counters[kind])

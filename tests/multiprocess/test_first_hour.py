@@ -110,7 +110,7 @@ AUDIT = [
 
 BY_CHANCE = (
     # Dialling side by side gives up the candidates that lose.
-    "TIME WARNING isthmus.collective.transport.refusal_log connection_ended host=",
+    "TIME INFO isthmus.collective.transport.refusal_log connection_ended host=",
     # How much of the state a newcomer fetches or replays depends on what is committed meanwhile.
     "TIME INFO isthmus.elastic.learner.state_sync ",
     # A busy machine stands still for seconds, and a member is late or dropped, and comes back.

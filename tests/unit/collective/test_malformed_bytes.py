@@ -4,6 +4,7 @@
 import asyncio
 import contextlib
 import dataclasses
+import logging
 import os
 import re
 import socket
@@ -18,7 +19,16 @@ from isthmus.collective.api.communicator import Communicator
 from isthmus.collective.core.types import PeerRef
 from isthmus.collective.errors import ConnectionLost
 from isthmus.collective.rounds.options import BulkOptions
-from isthmus.collective.transport import Channel, Hello, HelloReply, Listener, Purpose, SocketOptions, connect
+from isthmus.collective.transport import (
+    Channel,
+    Hello,
+    HelloReply,
+    Listener,
+    Purpose,
+    SocketOptions,
+    connect,
+    refusal_log,
+)
 from isthmus.collective.transport.accept_limit import TOO_MANY_HANDSHAKES, AcceptLimiter, AcceptLimits
 from isthmus.collective.transport.dialling import open_connection
 from isthmus.collective.transport.security import Mode, Security
@@ -258,8 +268,16 @@ async def works(port, security=None):
         return bytes((await channel.receive(timeout_s=5)).payload) == b"still there?"
 
 
+@pytest.fixture(autouse=True)
+def _hears_all(caplog):
+    caplog.set_level(logging.INFO, refusal_log.__name__)
+
+
 def lines(caplog):
-    return [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    """What is told of ended connections: a warning, but where the other side merely hung up."""
+    told = [record for record in caplog.records if record.name == refusal_log.__name__ or record.levelname == "WARNING"]
+    assert all((record.levelname == "INFO") == ("closed before hello" in record.getMessage()) for record in told)
+    return [record.getMessage() for record in told]
 
 
 async def until(condition):
