@@ -195,7 +195,7 @@ class EtcdClient:
 
     def _dialled(self, deadline: float) -> http.client.HTTPConnection:
         left_s = max(deadline - self._clock(), 0.001)
-        if self._connection is None:
+        if self._connection is None or self._connection.sock is None:  # None: they have closed it behind an answer
             host, _, port = self._endpoints[0].rpartition(":")
             make = http.client.HTTPConnection if self._tls is None else self._encrypted
             self._connection = make(host.strip("[]"), int(port), timeout=left_s)
