@@ -12,8 +12,9 @@ address that has shown one gets half. So neither one address nor all strangers c
 Rules: an IPv4 address counts for itself, IPv6 by its /64, because that is what one household gets. Loopback counts as
 known and has a bucket of its own size: 32 peers on one host with 64 streams each do not meet it. A TLS handshake from
 there costs as much work as any, so it needs a token of an ordinary address besides. The table of addresses
-is bounded; the one not seen for longest is forgotten. An address that has shown a valid hello does not need the
-strangers' bucket, so a flood from many addresses cannot keep it out. No clock in here: the caller says what time it is.
+is bounded; the stranger not seen for longest is forgotten, and only where there is none a known one. An address that
+has shown a valid hello does not need the strangers' bucket, so a flood from many addresses cannot keep it out. No clock
+in here: the caller says what time it is.
 """
 
 import ipaddress
@@ -142,11 +143,16 @@ class AcceptLimiter:
             if is_near:
                 bucket, handshakes = TokenBucket(limits.loopback_rate, limits.loopback_burst), bucket
             address = _Address(site, bucket, is_known=is_near, handshakes=handshakes)
+            if len(self._addresses) >= limits.max_addresses:
+                self._forget_one()
             self._addresses[site] = address
-            if len(self._addresses) > limits.max_addresses:
-                self._addresses.popitem(last=False)
         self._addresses.move_to_end(site)
         return address
+
+    def _forget_one(self) -> None:
+        """A stranger. Found before: a flood from 4096 addresses pushed members out, who then were strangers as well."""
+        strangers = (site for site, address in self._addresses.items() if not address.is_known)
+        del self._addresses[next(strangers, next(iter(self._addresses)))]
 
 
 def _no_place(address: _Address, waiting: Collection[ConnectionAttempt], num_places: int) -> str | None:

@@ -121,6 +121,25 @@ def test_the_table_of_addresses_is_bounded_and_keeps_those_seen_last():
     assert limiter.num_addresses == 10
 
 
+def test_a_flood_from_more_addresses_than_are_remembered_makes_no_stranger_of_a_member():
+    limiter = AcceptLimiter()
+    limiter.attempt(HOST, 0.0).forgive()
+    for number in range(5000):  # each its own household
+        limiter.attempt(f"2001:db8:1:{number:x}::1", 1.0)
+    assert limiter.attempt("198.51.99.99", 1.0).refusal == TOO_MANY_STRANGERS
+    assert limiter.attempt(HOST, 1.0).refusal is None
+    assert limiter.num_addresses == AcceptLimits().max_addresses
+
+
+def test_where_all_addresses_are_known_the_one_not_seen_for_longest_is_forgotten():
+    limiter = AcceptLimiter(AcceptLimits(max_addresses=3, strangers_burst=4))
+    for number in range(4):
+        limiter.attempt(f"198.51.100.{number}", 0.0).forgive()
+    attempts(limiter, "198.51.101.1", 64)  # the strangers' bucket is empty; the second one is forgotten for it
+    assert [limiter.attempt(f"198.51.100.{number}", 0.0).refusal for number in (2, 3)] == [None, None]
+    assert limiter.attempt("198.51.100.1", 0.0).refusal == TOO_MANY_STRANGERS
+
+
 @given(
     st.lists(
         st.tuples(st.floats(min_value=0, max_value=3), st.integers(0, 3), st.integers(1, 100), st.booleans()),
