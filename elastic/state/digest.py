@@ -49,7 +49,7 @@ class TensorManifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class StateManifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What the shared state of one committed step consists of. `digest` is the root over all the rest."""
 
-    outer_step: OuterStep
+    outer_step: Annotated[OuterStep, Meta(ge=0, le=2**53)]
     digest: Digest
     tensors: tuple[TensorManifest, ...]
     chunk_nbytes: Annotated[int, Meta(ge=1, le=MAX_CHUNK_NBYTES)] = CHUNK_NBYTES
