@@ -29,6 +29,7 @@ from isthmus.collective.codec import Codec, codec_named
 from isthmus.collective.codec.base import first_non_finite
 from isthmus.collective.core.types import PeerId, RoundKey, View
 from isthmus.collective.errors import OperationAborted
+from isthmus.collective.rounds.buffers import Measure
 from isthmus.collective.transport.wire import MAX_WEIGHT
 from isthmus.elastic.state.digest import digest_of
 from isthmus.elastic.state.replica import ResultChunk, RoundRecord
@@ -336,7 +337,9 @@ def _encode(codec: Codec, payload: Tensor, wire: Tensor) -> None:
 
 def _size(row: Tensor) -> float:
     """Root mean square, as the collective layer measures parts."""
-    return math.sqrt(torch.dot(row, row).item() / max(1, row.numel()))
+    measure = Measure()
+    measure.take(row)
+    return measure.size
 
 
 def _unmarked(attempt: _Attempt) -> Callable[[], list[bytes]]:

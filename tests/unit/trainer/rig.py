@@ -18,7 +18,7 @@ from isthmus.elastic.state.digest import Hasher, digest_of
 from isthmus.elastic.state.replica import CommitEntry, ResultChunk, RoundRecord
 from isthmus.optim.diloco import DiLoCo
 from isthmus.optim.fragments import Fragment, FragmentTable
-from isthmus.optim.outer import Emitted
+from isthmus.optim.outer import Emitted, Outer
 from isthmus.optim.outer_plan import OuterPlan
 from isthmus.trainer.engine.outer_state import OuterState
 from isthmus.trainer.engine.outer_step_runner import OuterStepRunner
@@ -44,7 +44,7 @@ def hasher() -> Hasher:
 
 
 def outer_state(
-    hasher: Hasher, outer: DiLoCo | None = None, numel: int = NUMEL, table: FragmentTable | None = None
+    hasher: Hasher, outer: Outer | None = None, numel: int = NUMEL, table: FragmentTable | None = None
 ) -> OuterState:
     outer = outer or DiLoCo(inner_steps=4)
     fragments = (whole(numel),) if table is None else outer.fragments(table)
@@ -102,7 +102,7 @@ class Site:
         number: int,
         hasher: Hasher,
         *,
-        outer: DiLoCo | None = None,
+        outer: Outer | None = None,
         codec: str = "raw",
         table: FragmentTable | None = None,
     ) -> None:
@@ -166,7 +166,7 @@ async def sites_of_a_new_run(
     count: int,
     hasher: Hasher,
     *,
-    outers: Sequence[DiLoCo] = (),
+    outers: Sequence[Outer] = (),
     codec: str = "raw",
     table: FragmentTable | None = None,
 ) -> AsyncIterator[list[Site]]:

@@ -6,16 +6,19 @@ import math
 import threading
 from collections.abc import Iterator, Sequence
 
+import msgspec
 import pytest
 import torch
 
 from isthmus.collective.core.types import Epoch, OuterStep, RoundKey
 from isthmus.collective.errors import NonFiniteInput, OperationAborted
 from isthmus.elastic.core.messages import Held
+from isthmus.elastic.core.values import Size
 from isthmus.elastic.state.digest import Hasher
 from isthmus.optim.diloco import DiLoCo
 from isthmus.optim.fragments import FragmentTable
 from isthmus.optim.outer import ANCHOR, Result
+from isthmus.optim.sparseloco import SparseLoCo
 from isthmus.optim.streaming import Streaming
 from tests.unit.trainer.rig import Site, has_the_bits_of_its_manifest, numbers, outer_state, sites_of_a_new_run, view_of
 
@@ -196,6 +199,20 @@ async def test_a_payload_that_is_not_finite_is_told_before_anything_is_sent(hash
             await exchange(sites, 0)
         assert sites[0].state.held().outer_step == 0
         assert not sites[0].exchanged
+
+
+async def test_numbers_too_large_to_be_squared_still_make_votes_that_can_be_read(hasher: Hasher) -> None:
+    # Found before: of a gather their size was infinite, and the coordinator refused the votes of all who had seen them.
+    outers = [SparseLoCo(inner_steps=4, dense_steps=0, topk=4096) for _ in range(3)]
+    async with sites_of_a_new_run(3, hasher, outers=outers) as sites:
+        sites[0].mailbox.fill_(1e25)
+        view = view_of(sites)
+        for site in sites:
+            site.offer()
+        made = await asyncio.gather(*(site.runner.exchange(view, key(0), 1.0) for site in sites))
+        for staged in made:
+            assert msgspec.convert(staged.sizes, tuple[Size, ...]) == staged.sizes
+            assert staged.sizes[0] > 1e6 * max(staged.sizes[1:])
 
 
 async def test_a_peer_alone_trains_like_any_other(hasher: Hasher) -> None:
