@@ -20,6 +20,10 @@ from isthmus.elastic.core.events import AbortExchange, ExchangeDone, ExchangeFai
 from isthmus.elastic.core.messages import Held
 from isthmus.elastic.observation import Observe
 
+_MOST_WEIGHT = 1e15
+"""That a vote can say (core/values.py). A round takes more from a member that claims it, and that is no reason to
+refuse the votes of all that have heard it: what they say of it is still more than its samples can weigh."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Exchanged:
@@ -179,10 +183,9 @@ class RunningExchange:
                 self._voted = key, made.digest
                 digest, taken_s = made.digest.hex(), self._clock() - began
                 self._observe(told.RoundStaged(**told.round_fields(key), digest=digest, seconds=taken_s))
+                weights = tuple(min(weight, _MOST_WEIGHT) for weight in made.weights)
                 self._done(
-                    ExchangeDone(
-                        key=key, digest=made.digest, weights=made.weights, sizes=made.sizes, results=made.results
-                    )
+                    ExchangeDone(key=key, digest=made.digest, weights=weights, sizes=made.sizes, results=made.results)
                 )
 
     def _failed(self, key: RoundKey, error: CollectiveError) -> None:

@@ -5,6 +5,7 @@ import asyncio
 import inspect
 import random
 
+import msgspec
 import pytest
 
 from isthmus.collective.core.types import Member, RoundKey, View
@@ -18,7 +19,7 @@ from isthmus.elastic.core.events import (
     InstallView,
     StartExchange,
 )
-from isthmus.elastic.core.messages import Held, IndexRange
+from isthmus.elastic.core.messages import Held, IndexRange, Vote
 from isthmus.elastic.errors import NotAMember, RunFinished
 from isthmus.elastic.observation import RoundAborted, ViewInstalled, ignore, round_fields
 from isthmus.elastic.shell.alarm import Alarm
@@ -26,6 +27,7 @@ from isthmus.elastic.shell.desk import Committed, Desk
 from isthmus.elastic.shell.dialler import LATER_CODE, Dialler, NobodyAnswers
 from isthmus.elastic.shell.exchange import Exchanged, RunningExchange
 from isthmus.elastic.shell.learner import Learner
+from isthmus.elastic.wire import decode, encode
 from tests.unit.elastic.harness import peer_id
 
 VIEW = View(4, 7, b"d" * 32, (Member(peer_id(1), 1, "127.0.0.1:1"),))
@@ -94,6 +96,17 @@ async def test_exchange_ends_with_one_event():
         watched.rounds.start(START)
         watched.runner.outcome.set_result(Exchanged(digest=b"x" * 32))
     assert watched.events == [ExchangeDone(key=KEY, digest=b"x" * 32)]
+
+
+async def test_a_weight_that_no_vote_can_say_is_told_as_the_most_that_one_can():
+    # Found before: one member that claimed 1e18 had the votes of all that had heard it refused, and their lines cut.
+    async with asyncio.TaskGroup() as tasks:
+        watched = Watched(tasks)
+        watched.rounds.start(START)
+        watched.runner.outcome.set_result(Exchanged(digest=b"x" * 32, weights=(3.0, 1e18)))
+    (event,) = watched.events
+    vote = Vote(key=KEY, digest=event.digest, weight=3.0, num_tokens=3, consumed=(), weights=event.weights)
+    assert decode(msgspec.msgpack.Decoder(Vote), encode(vote)).weights == (3.0, 1e15)
 
 
 @pytest.mark.parametrize(
