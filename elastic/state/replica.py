@@ -5,13 +5,18 @@ The trainer implements `Replica` (parameters, outer momentum, whatever must be e
 learners, fills it from donors, and replays commits into it. Nothing here knows a tensor's shape, type or purpose.
 """
 
-from typing import Protocol
+from typing import Annotated, Protocol
 
 import msgspec
+from msgspec import Meta
 
 from isthmus.collective.core.types import OuterStep, PeerId
-from isthmus.elastic.core.messages import Digest, Held, Natural, Weight
+from isthmus.collective.transport.wire import MAX_WEIGHT
+from isthmus.elastic.core.messages import Digest, Held, Natural
 from isthmus.elastic.state.digest import StateManifest
+
+CountedWeight = Annotated[float, Meta(ge=0.0, le=MAX_WEIGHT)]
+"""What a part was counted with: a member's work, times the factor that its method has put on it."""
 
 
 class ResultChunk(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -28,7 +33,7 @@ class RoundRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """
 
     codec: str
-    weights: tuple[tuple[PeerId, Weight], ...]
+    weights: tuple[tuple[PeerId, CountedWeight], ...]
     """Of those whose payloads it holds, by rank."""
     notes: tuple[tuple[float, ...], ...] = ()
     """What each of them said beside its payload."""

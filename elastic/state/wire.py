@@ -16,9 +16,9 @@ from msgspec import Meta
 
 from isthmus.collective.core.types import OuterStep, PeerId
 from isthmus.collective.errors import RemoteProtocolError
-from isthmus.elastic.core.messages import Digest, Natural, Reason, Weight
+from isthmus.elastic.core.messages import Digest, Natural, Reason
 from isthmus.elastic.state.digest import StateManifest, count_chunks
-from isthmus.elastic.state.replica import CommitEntry, ResultChunk, RoundRecord
+from isthmus.elastic.state.replica import CommitEntry, CountedWeight, ResultChunk, RoundRecord
 
 PIECE_NBYTES = 256 << 10
 """Bytes of one STATE_CHUNK frame; a chunk is sent as several."""
@@ -98,7 +98,7 @@ class RoundHeader(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A RoundRecord without its bytes; `chunks` has (start_numel, nbytes) of every chunk that follows."""
 
     codec: Annotated[str, Meta(max_length=32)]
-    weights: Annotated[tuple[tuple[PeerId, Weight], ...], Meta(max_length=1024)]
+    weights: Annotated[tuple[tuple[PeerId, CountedWeight], ...], Meta(max_length=1024)]
     notes: Annotated[tuple[Annotated[tuple[float, ...], Meta(max_length=MAX_NOTES)], ...], Meta(max_length=1024)]
     chunks: tuple[tuple[Natural, Natural], ...]
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from isthmus.collective.core.types import Epoch, OuterStep, PeerId, RoundKey
+from isthmus.collective.transport.wire import MAX_WEIGHT
 from isthmus.elastic.core.messages import DataPosition, Held
 from isthmus.elastic.donor.commit_log import CommitLog
 from isthmus.elastic.state.digest import Hasher
@@ -255,6 +256,17 @@ async def test_what_is_on_the_disk_is_in_memory_no_more(hasher: Hasher, tmp_path
         stored = machine.log.get(held.outer_step)
     assert isinstance(stored, ResultFile)
     assert read_back(stored, piece_nbytes=1000).digest == held.digest
+
+
+def test_a_result_can_be_read_with_whatever_its_round_let_a_member_weigh(tmp_path: Path) -> None:
+    # Found before: with EDiT's factor (up to e^30) on a member's tokens it was damaged, for joiners and on this disk.
+    record = RoundRecord("raw", ((PeerId("a"), MAX_WEIGHT), (PeerId("b"), 1.0)), chunks=(ResultChunk(0, b"mean"),))
+    entry = CommitEntry(OuterStep(1), bytes(32), (record,))
+    stored = ResultFiles(tmp_path, "run").save(bytes(32), entry)
+    assert read_back(stored, piece_nbytes=4) == entry
+    loaded = ResultFiles(tmp_path, "run").load(1, bytes(32))
+    assert loaded is not None
+    assert loaded[1] == entry
 
 
 def saved_result(folder: Path, nbytes: int = 2500) -> tuple[ResultFile, CommitEntry]:
