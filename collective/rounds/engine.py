@@ -27,7 +27,7 @@ from isthmus.collective.transport.bundle import Bundle, Notice
 from isthmus.collective.transport.link import Link, Sink
 from isthmus.collective.transport.memory import fresh_memory
 from isthmus.collective.transport.refusal_log import RefusalLog
-from isthmus.collective.transport.wire import Frame, FrameType, Header, pack
+from isthmus.collective.transport.wire import NOTICE_NBYTES, Frame, FrameType, Header, pack
 
 log = logging.getLogger(__name__)
 
@@ -118,7 +118,7 @@ class Engine:
         self._least_nbytes = min(chunk_nbytes, FAR_CHUNK_NBYTES)  # that a chunk counts for
         self._max_rounds_ahead = max_rounds_ahead
         self._max_frames = max_rounds_ahead * (self._eager_nbytes // self._least_nbytes) + 2 * _MAX_ROUNDS
-        self._max_nbytes = max_rounds_ahead * self._eager_nbytes + _MAX_ROUNDS * (4 << 10)
+        self._max_nbytes = max_rounds_ahead * self._eager_nbytes + _MAX_ROUNDS * NOTICE_NBYTES
 
     def install(self, view: View, bundles: Mapping[PeerRef, Bundle]) -> None:
         """From now on this view is current. Rounds of older ones end."""

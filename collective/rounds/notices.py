@@ -3,15 +3,20 @@
 
 from collections.abc import Sequence
 from functools import lru_cache
+from typing import Annotated
 
 import msgspec
+from msgspec import Meta
 
 from isthmus.collective.core.types import PeerId
 from isthmus.collective.errors import NonFiniteInput, OperationAborted, PlanMismatch, RemoteProtocolError
 from isthmus.collective.rounds.plan import Terms
+from isthmus.collective.transport.wire import NOTICE_NBYTES
 
 _MAX_TEXT = 512
 """Longer words are cut, so that a notice keeps within its frame."""
+_MAX_SUSPECTS = 1024
+"""Peers that any view may have. More are nobody's word: what is heard here is told to the coordinator."""
 
 
 @lru_cache(maxsize=64)  # training posts the same operations again and again
@@ -33,13 +38,18 @@ class AbortNotice(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Payload of ABORT: this member has given the round up."""
 
     cause: str
-    suspects: tuple[PeerId, ...]
+    suspects: Annotated[tuple[PeerId, ...], Meta(max_length=_MAX_SUSPECTS)]
     mismatch: Mismatch | None = None
 
 
 def abort_payload(cause: str, suspects: Sequence[PeerId], mismatch: Mismatch | None = None) -> bytes:
-    """Payload of ABORT."""
-    return msgspec.msgpack.encode(AbortNotice(cause[:_MAX_TEXT], tuple(suspects), mismatch))
+    """Payload of ABORT. Of hundreds of suspects it names as many as fit in its frame, or it would break the link."""
+    named = tuple(suspects)
+    while True:
+        payload = msgspec.msgpack.encode(AbortNotice(cause[:_MAX_TEXT], named, mismatch))
+        if len(payload) <= NOTICE_NBYTES or not named:
+            return payload
+        named = named[: len(named) // 2]
 
 
 HAS_RESULT = abort_payload("the round has ended there", ())

@@ -65,6 +65,8 @@ Limits = Mapping[FrameType, int]
 """Which frame types a connection may receive now, and how long their payloads may be."""
 
 PADDING_NBYTES = 32 << 10
+NOTICE_NBYTES = 4 << 10
+"""Of an OPEN or an ABORT at most."""
 
 BEFORE_HELLO: Limits = {FrameType.HELLO: 4 << 10}
 BEFORE_REPLY: Limits = {FrameType.HELLO_REPLY: 4 << 10}
@@ -81,8 +83,8 @@ ON_STATE: Limits = {
 def on_bulk(chunk_nbytes: int) -> Limits:
     """Limits of a bulk connection whose chunks have at most `chunk_nbytes` on the wire, in whatever codec."""
     return {
-        FrameType.OPEN: 4 << 10,
-        FrameType.ABORT: 4 << 10,
+        FrameType.OPEN: NOTICE_NBYTES,
+        FrameType.ABORT: NOTICE_NBYTES,
         FrameType.SIGN: 0,
         FrameType.CALL: 0,
         FrameType.PADDING: PADDING_NBYTES,
