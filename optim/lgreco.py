@@ -25,16 +25,13 @@ from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, NamedTuple, TypeVar
 
-from isthmus.optim.outer import Outer
+from isthmus.optim.wrapper import Wrapper
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
-    from torch import Tensor
-
     from isthmus.optim.fragments import Fragment, FragmentKey, FragmentTable
-    from isthmus.optim.outer import Emitted, Outcome, Result, Round, Settled, Tensors, Work
-    from isthmus.optim.run_facts import RunFacts
+    from isthmus.optim.outer import Outer, Round
 
 _ROUNDING: Final = 1e-12
 """Above the relative rounding error of a sum in another order."""
@@ -129,16 +126,8 @@ def with_codecs(outer: Outer, codecs: Mapping[FragmentKey, str]) -> Outer:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class _WithCodecs(Outer):
-    outer: Outer
+class _WithCodecs(Wrapper):
     codecs: Mapping[FragmentKey, str]
-
-    @property
-    def counts_from_anchor(self) -> bool:
-        return self.outer.counts_from_anchor
-
-    def fitted(self, table: FragmentTable, run: RunFacts | None = None, /) -> _WithCodecs:
-        return dataclasses.replace(self, outer=self.outer.fitted(table, run))
 
     def fragments(self, table: FragmentTable, /) -> tuple[Fragment, ...]:
         """Those of the method.
@@ -152,28 +141,12 @@ class _WithCodecs(Outer):
             raise ValueError(f"the method has no fragment {unknown[0]}")
         return fragments
 
-    def init(self, fragment: Fragment, value: Tensor, /) -> Tensors:
-        return self.outer.init(fragment, value)
-
-    def init_private(self, fragment: Fragment, shared: Tensors, value: Tensor, /) -> Tensors:
-        return self.outer.init_private(fragment, shared, value)
-
     def plan(self, inner_step: int, /) -> tuple[Round, ...]:
+        """The method's rounds, with their codecs."""
         return tuple(
             dataclasses.replace(round_, codec=self.codecs.get(round_.fragment, round_.codec))
             for round_ in self.outer.plan(inner_step)
         )
-
-    def emit(
-        self, round_: Round, value: Tensor, shared: Tensors, private: Tensors, work: Work, /, *, out: Tensor
-    ) -> Emitted:
-        return self.outer.emit(round_, value, shared, private, work, out=out)
-
-    def step(self, round_: Round, result: Result, shared: Tensors, /, *, out: Tensors | None = None) -> Tensors:
-        return self.outer.step(round_, result, shared, out=out)
-
-    def settle(self, outcome: Outcome, /, *, out: Tensors | None = None) -> Settled:
-        return self.outer.settle(outcome, out=out)
 
 
 def _total(values: Iterable[float]) -> float:
