@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from isthmus.collective.core.types import OuterStep
+from isthmus.collective.errors import RemoteProtocolError
 from isthmus.elastic.core.messages import Held
 from isthmus.elastic.errors import StateDiverged, StateMismatch
 from isthmus.elastic.state.digest import Hasher, StateManifest, TensorManifest, describe_state, digest_of
@@ -384,9 +385,12 @@ class OuterState:
             StateDiverged, RemoteProtocolError: see `replay`; nothing is staged.
         """
         results = []
-        for round_, record in itertools.zip_longest(self.next_rounds(), entry.rounds):
-            results.append((await in_thread(self._read, round_, record), record))
-        digest = await self.stage(results)
+        try:
+            for round_, record in itertools.zip_longest(self.next_rounds(), entry.rounds):
+                results.append((await in_thread(self._read, round_, record), record))
+            digest = await self.stage(results)
+        except (ArithmeticError, ValueError) as error:  # weights and notes are whatever the donor says
+            raise RemoteProtocolError("a recorded result cannot be applied") from error
         if digest != entry.digest:
             self.discard_staged()
             raise StateDiverged(entry.outer_step, expected=entry.digest, actual=digest)

@@ -10,16 +10,18 @@ from pathlib import Path
 import pytest
 import torch
 
-from isthmus.collective.core.types import OuterStep
+from isthmus.collective.core.types import OuterStep, PeerId
 from isthmus.collective.errors import RemoteProtocolError
 from isthmus.elastic.core.messages import Held
 from isthmus.elastic.errors import StateDiverged, StateMismatch
 from isthmus.elastic.state.digest import Hasher, chunk_of, digest_of
 from isthmus.elastic.state.parity import differing
 from isthmus.elastic.state.replica import CommitEntry, ResultChunk, RoundRecord
+from isthmus.optim.decoupled import DecoupledDiLoCo
 from isthmus.optim.diloco import MOMENTUM, DiLoCo
 from isthmus.optim.fragments import FragmentTable
-from isthmus.optim.outer import ANCHOR, Result
+from isthmus.optim.noloco import NoLoCo
+from isthmus.optim.outer import ANCHOR, Outer, Result
 from isthmus.optim.outer_plan import OuterPlan
 from isthmus.trainer.engine.outer_state import OuterState
 from isthmus.trainer.engine.state_version import Version
@@ -292,6 +294,30 @@ async def test_a_recorded_result_that_does_not_fit_is_the_donors_fault(hasher: H
     before = await learner.found(numbers(0))
     with pytest.raises(RemoteProtocolError):
         await learner.replay(bad)
+    assert learner.held() == before
+    assert has_the_bits_of_its_manifest(learner.live)
+
+
+LOUD = RoundRecord("raw", tuple((PeerId(peer), 1.0) for peer in MEMBERS), ((1.7e308,), (1.7e308,)), (raw(numbers(1)),))
+"""Lengths that cannot be added up."""
+
+
+@pytest.mark.parametrize(
+    ("outer", "record"),
+    [
+        (NoLoCo(inner_steps=4), RoundRecord("raw", ((PeerId("a"), 0.0),))),
+        (DecoupledDiLoCo(inner_steps=4, num_fragments=1, embeddings=""), LOUD),
+    ],
+    ids=["weighs nothing", "too large"],
+)
+async def test_a_recorded_result_that_no_round_returns_is_the_donors_fault(
+    hasher: Hasher, outer: Outer, record: RoundRecord
+) -> None:
+    # Found before: ValueError and OverflowError came out of the replay, and ended the learner instead of the donor.
+    learner = outer_state(hasher, outer)
+    before = await learner.found(numbers(0))
+    with pytest.raises(RemoteProtocolError):
+        await learner.replay(entry_of(Held(OuterStep(1), bytes(32)), record))
     assert learner.held() == before
     assert has_the_bits_of_its_manifest(learner.live)
 
