@@ -53,6 +53,11 @@ from isthmus.collective.transport.wire import PROTOCOL_VERSION
 log = logging.getLogger(__name__)
 
 _OUT_OF_RESOURCES = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
+_OF_ONE_CALLER = (
+    *(errno.ECONNABORTED, errno.EPROTO, errno.EPERM, errno.ENETDOWN, errno.ENOPROTOOPT, errno.EHOSTDOWN),
+    *(errno.EHOSTUNREACH, errno.EOPNOTSUPP, errno.ENETUNREACH),
+)
+"""What accept raises of a connection that is gone with it: see accept(2)."""
 _RESOURCE_PAUSE_S = 0.1
 _ALERT_S = 0.5
 _BACKLOG = 512
@@ -188,12 +193,11 @@ class Listener:
             try:
                 sock, remote = await _next_caller(listening)
             except OSError as error:
-                if error.errno not in _OUT_OF_RESOURCES:
-                    self.counters["broken before accept"] += 1
-                    continue
-                # Accepting again at once would spin: the kernel keeps the connection in its queue.
-                self.counters["out of descriptors"] += 1
-                await asyncio.sleep(_RESOURCE_PAUSE_S)
+                is_short = error.errno in _OUT_OF_RESOURCES
+                self.counters["out of descriptors" if is_short else "broken before accept"] += 1
+                if error.errno not in _OF_ONE_CALLER:
+                    # Accepting again at once would spin: the kernel keeps the connection, or the socket is dead.
+                    await asyncio.sleep(_RESOURCE_PAUSE_S)
                 continue
             caller = self._admitted(sock, plain_host(remote[0]))
             if caller is None:

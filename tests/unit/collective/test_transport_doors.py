@@ -350,6 +350,15 @@ async def test_caller_that_comes_in_the_moment_of_closing_is_no_error():
             assert sock.recv(1) == b""
 
 
+@pytest.mark.timeout(20)
+async def test_an_address_that_the_system_has_taken_away_does_not_stop_all_else():
+    # Found before: accept failed at once, again and again, and nothing else in the process got a turn.
+    async with listener() as door:
+        door._sock.shutdown(socket.SHUT_RDWR)  # as `ss -K` does
+        await asyncio.sleep(0.05)
+        assert door.counters["broken before accept"] == 1
+
+
 async def test_connections_of_who_is_put_out_end_but_where_it_is_told_why():
     async with listener() as door:
         control = await connect(door.address, hello(Purpose.CONTROL), timeout_s=5)
