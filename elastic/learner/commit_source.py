@@ -38,6 +38,10 @@ class CommitSource:
         """Whether the coordinator has named another digest for this step."""
         return self._known.get(held.outer_step, held.digest) != held.digest
 
+    def is_named(self, held: Held) -> bool:
+        """Whether the coordinator has named just this state."""
+        return self._known.get(held.outer_step) == held.digest
+
     def forget_before(self, held: Held) -> None:
         """What led here is not needed any more."""
         for known in (self._known, self._collected):

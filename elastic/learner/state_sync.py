@@ -132,11 +132,14 @@ class StateSync:
 
     async def _approach(self, held: Held | None) -> Held:
         """Replay, or fetch a snapshot and replay what came after it. Returns what is held then."""
+        misfits: list[StateMismatch] = []
         while True:
             offers: list[Offer] = []
             try:
                 await self._donors.gather(offers, None if held is None else OuterStep(held.outer_step + 1))
                 if not offers:
+                    if misfits and len(misfits) == len(self._donors.causes):
+                        raise misfits[0]  # all say the same
                     raise NoDonor(self._aim_now.outer_step, self._donors.causes)
                 offer = max(offers, key=self._preference)
                 self._inquiry.compare(offer.manifest)
@@ -146,7 +149,7 @@ class StateSync:
                     self._commits.use(source.link)
                     manifest = None
                 else:
-                    manifest = await self._pull(offers, offer.manifest)
+                    manifest = await self._pull_if_it_fits(offers, offer, misfits)
             finally:
                 for unused in offers:
                     unused.link.close()
@@ -231,6 +234,22 @@ class StateSync:
             pinned.release()
 
     # -------------------------------------------------------------------------------- fetching
+
+    async def _pull_if_it_fits(
+        self, offers: list[Offer], offer: Offer, misfits: list[StateMismatch]
+    ) -> StateManifest | None:
+        """As `_pull`; a state of another model counts only if it is the run's.
+
+        That is one that the coordinator has named. Of any other there is only the donor's word, so that is dropped.
+        """
+        try:
+            return await self._pull(offers, offer.manifest)
+        except StateMismatch as error:
+            if self._commits.is_named(Held(offer.manifest.outer_step, offer.manifest.digest)):
+                raise
+            misfits.append(error)
+            self._donors.drop(offer.link.member, error)
+            return None
 
     async def _pull(self, offers: list[Offer], manifest: StateManifest) -> StateManifest | None:
         """Fetch what is missing of this snapshot from all who offer it. None if they failed before it was whole."""

@@ -11,7 +11,7 @@ from isthmus.collective.transport import FrameType, Purpose, connect
 from isthmus.elastic.core.messages import Held
 from isthmus.elastic.errors import NoDonor, StateMismatch
 from isthmus.elastic.learner.state_sync import StateSync
-from isthmus.elastic.state.digest import Hasher, StateManifest, digest_of, root_digest
+from isthmus.elastic.state.digest import Hasher, StateManifest, describe_state, digest_of, root_digest
 from isthmus.elastic.state.replica import CommitEntry
 from isthmus.elastic.state.wire import ChunkRequest, CommitRequest, ManifestRequest, Pace
 from isthmus.elastic.wire import encode
@@ -434,12 +434,34 @@ async def test_commit_larger_than_the_state_is_refused_before_it_is_read(replica
             await sync.run()
 
 
-async def test_model_that_does_not_fit_is_the_operators_error(hasher):
+async def test_donor_that_makes_up_a_newer_state_of_another_model_is_dropped(replica, hasher):
+    # Found before: its word was the run's, and a joiner whose model is right was told that it is wrong, and ended.
+    async def on_send(_channel, frame_type, payload, _chunk):
+        if frame_type is not FrameType.STATE_HEADER:
+            return payload
+        tensors = msgspec.msgpack.decode(payload, type=StateManifest).tensors[:1]
+        return encode(describe_state(99, tensors, chunk_nbytes=CHUNK_NBYTES))
+
+    liar, honest = tampered(DonorPeer.at_step(1, hasher, 3), on_send), DonorPeer.at_step(2, hasher, 3)
+    target = honest.held
+    honest.advance()  # so that nobody has the state any more that the coordinator has named
+    async with _serving(liar, honest) as members:
+        sync = _sync(replica, hasher)
+        sync.aim(target, members)
+        assert await sync.run() == honest.held
+    assert _same_bits(replica, honest)
+
+
+@pytest.mark.parametrize("num_steps", [1, 2])  # 2: what all donors have is none that the coordinator has named yet
+async def test_model_that_does_not_fit_is_the_operators_error(hasher, num_steps):
     donor = DonorPeer.at_step(1, hasher, 1)
+    target = donor.held
+    for _ in range(1, num_steps):
+        donor.advance()
     other = NumberReplica(hasher, numel=999)
     async with _serving(donor) as members:
         sync = _sync(other, hasher)
-        sync.aim(donor.held, members)
+        sync.aim(target, members)
         with pytest.raises(StateMismatch):
             await sync.run()
         await until(_all_released(donor))
