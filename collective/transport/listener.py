@@ -59,6 +59,9 @@ _OF_ONE_CALLER = (
 )
 """What accept raises of a connection that is gone with it: see accept(2)."""
 _RESOURCE_PAUSE_S = 0.1
+_MAX_OF_ONE_PEER = 64
+"""Connections of one peer that routes hold for one purpose, whichever of its starts they are of. An honest one needs a
+few: a learner has three to a donor, and those of an older start end a little later."""
 _ALERT_S = 0.5
 _BACKLOG = 512
 _UNREAD_NBYTES = 4 << 10
@@ -243,6 +246,10 @@ class Listener:
         if hello.purpose is Purpose.BULK:
             self._bulk(sock, hello)
             return
+        if hello.purpose not in STRANGERS and self._num_like(hello) >= _MAX_OF_ONE_PEER:
+            self._ended("too many connections of one peer", caller.host, peer_id=hello.peer_id, purpose=hello.purpose)
+            sock.close()
+            return
         with contextlib.closing(Channel(sock, hello)) as channel:
             self._channels.add(channel)
             try:
@@ -257,6 +264,11 @@ class Listener:
                 self._ended(kind, caller.host, peer_id=hello.peer_id, detail=str(error))
             finally:
                 self._channels.discard(channel)
+
+    def _num_like(self, hello: Hello) -> int:
+        """Connections that this peer has for the same purpose."""
+        there = (channel.hello for channel in self._channels)
+        return sum(other.peer_id == hello.peer_id and other.purpose is hello.purpose for other in there)
 
     # -------------------------------------------------------------------------------- before the hello
 

@@ -359,6 +359,26 @@ async def test_an_address_that_the_system_has_taken_away_does_not_stop_all_else(
         assert door.counters["broken before accept"] == 1
 
 
+async def test_one_peer_cannot_take_all_descriptors_whatever_starts_it_names():
+    # Found before: a valid hello costs nothing, so a member could hold as many connections as there are descriptors.
+    async with listener() as door, contextlib.AsyncExitStack() as stack:
+
+        async def call(number, purpose=Purpose.CONTROL):
+            start = msgspec.structs.replace(hello(purpose), incarnation=Incarnation(number))
+            return stack.enter_context(contextlib.closing(await connect(door.address, start, timeout_s=5)))
+
+        first = [await call(number) for number in range(80)]
+        with pytest.raises(ConnectionLost):
+            await first[-1].receive(timeout_s=5)
+        assert door.counters == {"too many connections of one peer": 16}
+        for held in (first[0], await call(0, Purpose.STATE)):
+            await held.send(FrameType.CONTROL if held is first[0] else FrameType.STATE_CHUNK, b"there?", timeout_s=5)
+            assert bytes((await held.receive(timeout_s=5)).payload) == b"there?"
+        first[0].close()
+        await asyncio.sleep(0.1)
+        assert await works(door.address)
+
+
 async def test_connections_of_who_is_put_out_end_but_where_it_is_told_why():
     async with listener() as door:
         control = await connect(door.address, hello(Purpose.CONTROL), timeout_s=5)
