@@ -21,7 +21,9 @@ from isthmus.collective.transport.security import Security
 from isthmus.collective.transport.sockets import SocketOptions
 
 _MAX_STRANGERS = 64
-"""Peers that may be connected before a view names them; the oldest goes first."""
+"""Starts of peers that may be connected before a view names them; the oldest goes first."""
+_MAX_STARTS = 4
+"""Of one peer among them: it makes room for itself, and not at the cost of others."""
 _MAX_REMEMBERED = 4096
 """Peers of which is remembered which side dials."""
 
@@ -200,9 +202,10 @@ class Mesh:
     def _make_room_for_stranger(self, peer_id: PeerId) -> None:
         view = self.view
         strangers = [ref for ref in self.bundles if view is None or not view.holds(ref)]
-        if len(strangers) >= _MAX_STRANGERS:
+        own = [ref for ref in strangers if ref.peer_id == peer_id]
+        if len(own) >= _MAX_STARTS or len(strangers) >= _MAX_STRANGERS:
             self._say(peer_id, "too many connections before a view")
-            self.drop(strangers[0])
+            self.drop(own[0] if len(own) >= _MAX_STARTS else strangers[0])
 
 
 def linked_members(view: View, me: PeerRef) -> list[Member]:

@@ -8,7 +8,9 @@ import torch
 
 from isthmus.collective import Member
 from isthmus.collective.api import communicator
+from isthmus.collective.core.types import Incarnation, PeerId, PeerRef
 from isthmus.collective.transport import redial
+from isthmus.collective.transport.dialling import open_connection
 
 
 async def test_both_sides_of_a_pair_see_the_link_that_one_has_dialled(new_site) -> None:
@@ -46,6 +48,23 @@ async def test_of_two_calls_that_cross_the_one_of_the_smaller_id_stays(
     assert num_dials == 2
     assert smaller.communicator._mesh.bundles[larger.me].is_dialler
     assert not larger.communicator._mesh.bundles[smaller.me].is_dialler
+
+
+async def test_a_peer_of_many_starts_does_not_push_out_a_newcomer(new_site, bulk_hello) -> None:
+    # Found before: the oldest of 64 strangers went, so one member under ever new start numbers kept all newcomers out.
+    here, newcomer = [await new_site(number) for number in (1, 2)]
+    assert await asyncio.gather(here.communicator.meet(newcomer.member), newcomer.communicator.meet(here.member))
+    link = here.communicator._mesh.bundles[newcomer.me]
+    opened = []
+    for start in range(100):
+        hello = bulk_hello(PeerRef(PeerId(f"{3:016x}"), Incarnation(start)), 0, 1)
+        opened.append(await open_connection(here.listener.address, hello, timeout_s=5))
+        await asyncio.sleep(0)
+    for there in opened:
+        there.sock.close()
+    assert here.communicator._mesh.bundles[newcomer.me] is link
+    assert not link.closed
+    assert len(here.communicator._mesh.bundles) <= 1 + 4
 
 
 async def test_a_view_goes_on_with_the_links_that_were_made_before_it(new_site, view_of) -> None:
