@@ -4,7 +4,7 @@
 Rules: the members never wait for a learner. A snapshot is pinned, not copied, and its digests were made when its step
 was committed; a learner that stops reading only fills its own connection's buffers and is cut off at its deadline.
 A pin is always released, however the connection ends. At most `max_connections` are answered at once; others are told
-so.
+so. Of one learner only a few count, and are answered: it cannot take the places of all.
 Exchanges come first: while their bytes move here, or use up the cap on the upload, chunks of a snapshot wait. Where
 exchanges never pause (streaming, small models), all learners together still get a tenth of the time: a piece waits
 nine times as long as the one before it took, and `TURN_S` at most, so that a learner can tell a busy donor from a
@@ -17,6 +17,7 @@ import asyncio
 import contextlib
 import logging
 import math
+from collections import Counter
 from collections.abc import Callable
 
 from isthmus.collective.core.bucket import TokenBucket
@@ -58,6 +59,8 @@ WAITS_PER_PIECE = 9
 _LOOK_S = 0.01
 _QUIET_S = 0.05
 """An exchange that has moved nothing for so long is over, or waits for somebody."""
+_MAX_OF_ONE_LEARNER = 4
+"""It uses up to two at once, and two of a line that broke may not have ended yet."""
 _READ_NBYTES = 4 * PIECE_NBYTES
 """Of a stored result in memory at once."""
 
@@ -102,7 +105,7 @@ class Donor:
         self._exchanged_before = exchanged()
         self._moved_at = -math.inf
         self._turn = asyncio.Lock()
-        self._sessions: set[_Session] = set()
+        self._sessions: dict[_Session, None] = {}  # in the order in which they came
         self.bytes_served = 0
         """Bytes of chunks, results and text sent since the start."""
 
@@ -113,11 +116,11 @@ class Donor:
             CollectiveError: always, in the end: that is how a connection ends. The pin is released before.
         """
         session = _Session(self, channel)
-        self._sessions.add(session)
+        self._sessions[session] = None
         try:
             await session.run()
         finally:
-            self._sessions.discard(session)
+            del self._sessions[session]
             session.release()
             channel.close()
 
@@ -164,10 +167,12 @@ class Donor:
                 result[session.peer_id] = sent_nbytes + session.sent_nbytes, session.snapshot_nbytes
         return result
 
-    @property
-    def is_full(self) -> bool:
-        """Whether one connection more than allowed is open."""
-        return self.num_connections > self._max_connections
+    def has_no_place_for(self, session: "_Session") -> bool:
+        """Whether one connection more than allowed is open, of all learners or of this one."""
+        counts = Counter(other.peer_id for other in self._sessions)
+        places = sum(min(count, _MAX_OF_ONE_LEARNER) for count in counts.values())
+        own = [other for other in self._sessions if other.peer_id == session.peer_id]
+        return places > self._max_connections or own.index(session) >= _MAX_OF_ONE_LEARNER
 
     @property
     def is_full_of_readers(self) -> bool:
@@ -211,7 +216,7 @@ class _Session:
             if frame.type is not FrameType.STATE_REQUEST:
                 raise RemoteProtocolError("not a state request")
             request = decode(REQUESTS, frame.payload)
-            if self._donor.is_full:
+            if self._donor.has_no_place_for(self):
                 await self._refuse("this peer serves as many learners as it may", is_busy=True)
             else:
                 await self._answer(request)

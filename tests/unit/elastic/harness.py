@@ -295,8 +295,8 @@ def that_dies(donor: DonorPeer, after: int) -> DonorPeer:
     return tampered(donor, on_send)
 
 
-async def dial_state(member: Member) -> Channel:
-    return await connect(member.address, hello(Purpose.STATE, 99), timeout_s=5.0)
+async def dial_state(member: Member, *, number: int = 99) -> Channel:
+    return await connect(member.address, hello(Purpose.STATE, number), timeout_s=5.0)
 
 
 def records_of(path: Path) -> list[Record]:

@@ -565,6 +565,20 @@ async def test_one_learner_too_many_is_told_so(replica, hasher):
         assert await sync.run() == donor.held
 
 
+async def test_one_peer_cannot_take_the_places_of_all_learners(replica, hasher):
+    # Found before: with eight idle connections one member had a donor refuse everybody else, and so every donor.
+    donor = DonorPeer.at_step(1, hasher, 1)
+    async with _serving(donor) as (member,):
+        idle = [await _asking(member, encode(ManifestRequest())) for _ in range(8)]
+        answers = [(await channel.receive(timeout_s=5.0)).type for channel in idle]
+        assert answers == [FrameType.STATE_HEADER] * 4 + [FrameType.STATE_ERROR] * 4
+        sync = _sync(replica, hasher)
+        sync.aim(donor.held, [member])
+        assert await sync.run() == donor.held
+        for channel in idle:
+            channel.close()
+
+
 async def test_idle_learner_is_cut_off(hasher):
     donor = DonorPeer.at_step(1, hasher, 1)
     donor.donor._idle_timeout_s = 0.1

@@ -258,7 +258,7 @@ async def test_who_looks_through_a_long_text_first_still_has_its_patience(hasher
             nonlocal is_first
             if is_first:
                 is_first = False
-                donor.donor._sessions.copy().pop()._channel.close()  # it has waited for too long
+                next(iter(donor.donor._sessions))._channel.close()  # it has waited for too long
                 joiner.fetch._moved_at -= 1000.0
             return await begin(offer)
 
@@ -330,7 +330,7 @@ async def test_readers_of_the_text_leave_half_of_the_connections_to_learners(has
     donor.donor._max_connections = 4
     async with serving(donor):
         assert donor.member is not None
-        links = [DonorLink(donor.member, await dial_state(donor.member), QUICK) for _ in range(4)]
+        links = [DonorLink(donor.member, await dial_state(donor.member, number=90 + n), QUICK) for n in range(4)]
         for link in links[:2]:
             assert (await link.text(text.digest)).manifest == text.manifest
         with pytest.raises(DonorRefused, match="to as many as it may"):
