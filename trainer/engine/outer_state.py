@@ -251,7 +251,8 @@ class OuterState:
             after = next_chain(state, round_.inner_step, record)
         elif CHAIN not in state and result is not None:
             out = self._next_memory(place)
-            if is_elementwise(self._outer) and all(part.shape == result.value.shape for part in out.values()):
+            is_one_by_one = is_elementwise(self._outer) and result.value.numel() > 0  # of nothing there is no chunk
+            if is_one_by_one and all(part.shape == result.value.shape for part in out.values()):
                 after = self._step_by_chunks(round_, result, before, out)
             else:
                 after = self._outer.step(round_, result, before, out=out)

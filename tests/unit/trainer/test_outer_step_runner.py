@@ -192,6 +192,17 @@ async def test_an_exchange_that_is_cancelled_twice_while_it_stages_is_over_when_
         assert all(has_the_bits_of_its_manifest(site.state.live) for site in sites)
 
 
+@pytest.mark.parametrize("codec", ["raw", "int8"])
+async def test_a_fragment_without_elements_is_exchanged_like_any_other(hasher: Hasher, codec: str) -> None:
+    # Found before: a layer whose tensors are all empty ended every member at its first exchange.
+    table = FragmentTable.from_named_shapes([("layers.0.w", (2, 3)), ("layers.1.w", (0, 3))])
+    outers = [Streaming(inner_steps=4, num_fragments=2, delay=0) for _ in range(2)]
+    async with sites_of_a_new_run(2, hasher, outers=outers, codec=codec, table=table) as sites:
+        for step in range(4):
+            await commit(sites, step)
+        assert all(has_the_bits_of_its_manifest(site.state.live) for site in sites)
+
+
 async def test_a_payload_that_is_not_finite_is_told_before_anything_is_sent(hasher: Hasher) -> None:
     async with sites_of_a_new_run(1, hasher) as sites:
         sites[0].mailbox[17] = math.nan
