@@ -22,7 +22,16 @@ from isthmus.collective.transport.interfaces import plain_host
 from isthmus.collective.transport.security import DialSecurity
 from isthmus.collective.transport.sockets import SocketOptions, lost
 from isthmus.collective.transport.tcp_info import TcpInfo, path_mtu, read_tcp_info
-from isthmus.collective.transport.wire import ON_CONTROL, ON_DOCTOR, ON_STATE, FrameReader, FrameType, Header, pack
+from isthmus.collective.transport.wire import (
+    ON_CONTROL,
+    ON_DIALLED_CONTROL,
+    ON_DOCTOR,
+    ON_STATE,
+    FrameReader,
+    FrameType,
+    Header,
+    pack,
+)
 
 _LIMITS = {Purpose.STATE: ON_STATE, Purpose.CALLED: ON_STATE, Purpose.DOCTOR: ON_DOCTOR}
 
@@ -41,12 +50,18 @@ class ChannelFrame(NamedTuple):
 class Channel:
     """One CONTROL or STATE connection after its handshake.
 
+    Args:
+        sock: it is the channel's from now on.
+        hello: see the attributes.
+        seen_from: likewise.
+        is_dialled: whether this side has dialled.
+
     Attributes:
         hello: the other side's word about itself.
         seen_from: the host that the other side saw us come from; empty where we were dialled.
     """
 
-    def __init__(self, sock: socket.socket, hello: Hello, *, seen_from: str = "") -> None:
+    def __init__(self, sock: socket.socket, hello: Hello, *, seen_from: str = "", is_dialled: bool = False) -> None:
         self.hello = hello
         self.seen_from = seen_from
         self.closed = False
@@ -57,6 +72,8 @@ class Channel:
         self._receiving = False
         self._into: Into | None = None
         limits = _LIMITS.get(hello.purpose, ON_CONTROL)
+        if is_dialled and hello.purpose is Purpose.CONTROL:
+            limits = ON_DIALLED_CONTROL
         self._reader = FrameReader(limits=limits, place=self._place, read_ahead=False)
 
     async def send(
@@ -218,4 +235,4 @@ async def connect(
         peer_id=reply.peer_id,
         incarnation=reply.incarnation,
     )
-    return Channel(sock, answered, seen_from=reply.seen_from)
+    return Channel(sock, answered, seen_from=reply.seen_from, is_dialled=True)

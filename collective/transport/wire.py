@@ -71,6 +71,8 @@ NOTICE_NBYTES = 4 << 10
 BEFORE_HELLO: Limits = {FrameType.HELLO: 4 << 10}
 BEFORE_REPLY: Limits = {FrameType.HELLO_REPLY: 4 << 10}
 ON_CONTROL: Limits = {FrameType.CONTROL: 256 << 10}
+ON_DIALLED_CONTROL: Limits = {FrameType.CONTROL: 2 << 20}
+"""Of what the coordinator says: a view may name 1024 members, with addresses of 512 characters."""
 ON_DOCTOR: Limits = {FrameType.CONTROL: 256 << 10, FrameType.PADDING: PADDING_NBYTES}
 ON_STATE: Limits = {
     FrameType.STATE_REQUEST: 256 << 10,
