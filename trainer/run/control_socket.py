@@ -3,7 +3,8 @@
 
 A daemon binds a socket in a private folder (0700) under the system's temporary one, because a Unix socket's path may
 have 107 bytes and a peer's folder may be deep; it writes the path to `peer.json` in the peer's folder, where clients
-look. Rules: every question has a deadline; a daemon that is gone is told from one that does not answer; whoever may
+look. Rules: every question has a deadline; a daemon that is gone is told from one that does not answer, also when its
+process id is another program's by now (after a restart of the machine or of a container); whoever may
 open the socket is this user (permissions), so nothing is signed. Must not know what leaving means.
 
 Errors: `NothingRuns` and `NobodyReachable` (exit code 4).
@@ -12,6 +13,7 @@ Errors: `NothingRuns` and `NobodyReachable` (exit code 4).
 import logging
 import os
 import shutil
+import socket
 import tempfile
 from pathlib import Path
 from types import TracebackType
@@ -248,19 +250,19 @@ class ControlClient:
 
     def has_ended(self) -> bool:
         """Whether the daemon is gone: it removes its file last, unless it was killed."""
-        return not (self.run_dir / PEER_FILE_NAME).exists() or not _is_alive(self.peer.pid)
+        return not (self.run_dir / PEER_FILE_NAME).exists() or not _is_there(self.peer)
 
     def _ask(self, request: Request, kind: type[ReplyT]) -> ReplyT:
         timeout_ms = int(self._timeout_s * 1000)
-        with zmq.Context() as context, context.socket(zmq.REQ) as socket:
-            socket.setsockopt(zmq.LINGER, 0)
-            socket.setsockopt(zmq.SNDTIMEO, timeout_ms)
-            socket.setsockopt(zmq.RCVTIMEO, timeout_ms)
-            socket.setsockopt(zmq.MAXMSGSIZE, _MAX_MESSAGE_NBYTES)
+        with zmq.Context() as context, context.socket(zmq.REQ) as asker:
+            asker.setsockopt(zmq.LINGER, 0)
+            asker.setsockopt(zmq.SNDTIMEO, timeout_ms)
+            asker.setsockopt(zmq.RCVTIMEO, timeout_ms)
+            asker.setsockopt(zmq.MAXMSGSIZE, _MAX_MESSAGE_NBYTES)
             try:
-                socket.connect(f"ipc://{self.peer.socket}")
-                socket.send(msgspec.msgpack.encode(request))
-                reply: Reply = msgspec.msgpack.decode(socket.recv(), type=Reply)
+                asker.connect(f"ipc://{self.peer.socket}")
+                asker.send(msgspec.msgpack.encode(request))
+                reply: Reply = msgspec.msgpack.decode(asker.recv(), type=Reply)
             except zmq.Again as error:
                 raise NobodyReachable(
                     f"the daemon in {self.run_dir} (process {self.peer.pid}) did not answer in {self._timeout_s:g} s",
@@ -309,7 +311,7 @@ def find_peer(run_dir: Path) -> PeerFile:
         raise NothingRuns(f"no isthmus runs in {run_dir}", cure=cure) from error
     except (msgspec.MsgspecError, UnicodeError) as error:
         raise NothingRuns(f"{path} is damaged", cure=cure) from error
-    if not _is_alive(peer.pid):
+    if not _is_there(peer):
         raise NothingRuns(f"the isthmus in {run_dir} has ended without a word (process {peer.pid})", cure=cure)
     return peer
 
@@ -320,6 +322,24 @@ def is_running(run_dir: Path) -> bool:
         find_peer(run_dir)
     except NothingRuns:
         return False
+    return True
+
+
+def _is_there(peer: PeerFile) -> bool:
+    """Whether its process lives and is the one that listens."""
+    return _is_alive(peer.pid) and _is_listened_at(peer.socket)
+
+
+def _is_listened_at(path: str) -> bool:
+    """Whether somebody listens at a Unix socket, even if it is too busy to answer, or not for us."""
+    with socket.socket(socket.AF_UNIX) as probe:
+        probe.setblocking(False)
+        try:
+            probe.connect(path)
+        except (FileNotFoundError, NotADirectoryError, ConnectionRefusedError):
+            return False
+        except OSError:
+            return True
     return True
 
 

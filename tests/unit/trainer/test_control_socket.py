@@ -5,6 +5,7 @@ import asyncio
 import contextlib
 import json
 import os
+import socket
 import subprocess
 import sys
 import threading
@@ -28,7 +29,14 @@ from isthmus.trainer.record.status import (
     render_status,
 )
 from isthmus.trainer.run.control_messages import LeaveRequest, PutOutRequest, RevokeRequest, StopRequest, TicketRequest
-from isthmus.trainer.run.control_socket import PEER_FILE_NAME, ControlClient, ControlServer, PeerFile, find_peer
+from isthmus.trainer.run.control_socket import (
+    PEER_FILE_NAME,
+    ControlClient,
+    ControlServer,
+    PeerFile,
+    find_peer,
+    is_running,
+)
 
 
 def a_status() -> Status:
@@ -193,12 +201,12 @@ def test_peer_file_tells_where_and_disappears_with_the_daemon(tmp_path: Path) ->
         told = json.loads((tmp_path / PEER_FILE_NAME).read_text())
         assert told["schema"] == "isthmus.peer/1"
         assert told["pid"] == os.getpid()
-        socket = Path(told["socket"])
-        assert socket.is_socket()
-        assert socket.parent.stat().st_mode & 0o777 == 0o700
+        path = Path(told["socket"])
+        assert path.is_socket()
+        assert path.parent.stat().st_mode & 0o777 == 0o700
         assert len(told["socket"]) < 100
     assert not (tmp_path / PEER_FILE_NAME).exists()
-    assert not socket.parent.exists()
+    assert not path.parent.exists()
 
 
 def test_several_clients_at_once_are_all_answered(tmp_path: Path) -> None:
@@ -220,10 +228,10 @@ def test_several_clients_at_once_are_all_answered(tmp_path: Path) -> None:
 def test_what_is_no_question_does_not_disturb_the_daemon(tmp_path: Path, junk: list[bytes]) -> None:
     with running(tmp_path, Daemon()):
         peer = find_peer(tmp_path)
-        with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
-            socket.setsockopt(zmq.LINGER, 0)
-            socket.connect(f"ipc://{peer.socket}")
-            socket.send_multipart(junk)
+        with zmq.Context() as context, context.socket(zmq.DEALER) as dealer:
+            dealer.setsockopt(zmq.LINGER, 0)
+            dealer.connect(f"ipc://{peer.socket}")
+            dealer.send_multipart(junk)
             assert ControlClient(tmp_path).status() == a_status()
 
 
@@ -240,6 +248,17 @@ def test_daemon_that_was_killed_is_told_from_one_that_never_was(tmp_path: Path) 
     (tmp_path / PEER_FILE_NAME).write_bytes(msgspec.json.encode(peer))
     with pytest.raises(NothingRuns, match=f"has ended without a word \\(process {gone.pid}\\)"):
         ControlClient(tmp_path)
+
+
+def test_a_killed_daemons_process_id_may_be_another_programs_by_now(tmp_path: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as killed:  # nobody removes the file of one
+        killed.bind(str(tmp_path / "control"))
+    for path in ("control", "gone", "peer.json/control"):
+        peer = PeerFile(socket=str(tmp_path / path), pid=os.getppid(), peer_id="a", run_id="b")
+        (tmp_path / PEER_FILE_NAME).write_bytes(msgspec.json.encode(peer))
+        assert not is_running(tmp_path)
+        with pytest.raises(NothingRuns, match="has ended without a word"):
+            ControlClient(tmp_path)
 
 
 def test_damaged_peer_file_is_told(tmp_path: Path) -> None:
