@@ -209,7 +209,7 @@ class _Process:
         role, founded = start.options.role, start.founded
         if founded is None or isinstance(role, Joining):
             return
-        remember_terms(start.folder, start.terms, listening)
+        remember_terms(start.folder, start.terms, listening, began_with=founded.began_with)
         made = 0 if founded.checkpoint is None else founded.checkpoint.meta.outer_step
         if made >= start.config.run.outer_steps:
             log.info(

@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a founder decides before anybody else is there: the run, its terms, and the state it goes on from.
 
-A run lives in its founder's folder: `run.json` (id and secret), `terms.json` (the run manifest, the digest of its
-text, its address), and `journal.sqlite` unless etcd has the journal. Starting again in the same folder goes on where
-the journal ends, under the same run id, so that peers that are still out there find their run again. `resume` is
-another thing: a new lineage from a checkpoint. A standby keeps the same two files, so that it can start while nobody
-else is there to ask.
+A run lives in its founder's folder: `run.json` (id and secret), `terms.json` (the run manifest, the digest of its text,
+its address), and `journal.sqlite` unless etcd has the journal. Starting again in the same folder goes on where the
+journal ends, under the same run id, so that peers that are still out there find their run again. `resume` is another
+thing: a new lineage from a checkpoint. Where that lies elsewhere, the same command given again goes on with that
+lineage, as after a power cut: the terms say which checkpoint the run began with. A standby keeps the same two files, so
+that it can start while nobody else is there to ask.
 
 If the journal is gone, it is made anew from the certificates of the run's peers (elastic/core/rebuild.py). If the whole
 folder is gone, that can be done in the folder of any peer, or with a copy of its `membership.json`: a peer keeps in it
@@ -16,6 +17,7 @@ know it.
 
 import contextlib
 import dataclasses
+import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,6 +39,8 @@ from isthmus.trainer.contact.ticket import Ticket, encode_ticket
 from isthmus.trainer.errors import ConfigError, EnvironmentFault, IntegrityError, RunComplete
 from isthmus.trainer.files import MEMBERSHIP_NAME, RUN_NAME, write_atomically
 
+log = logging.getLogger(__name__)
+
 JOURNAL_NAME = "journal.sqlite"
 STANDBY_TICKET_NAME = "standby.ticket"
 _TERMS_NAME = "terms.json"
@@ -55,7 +59,8 @@ class _Keys(msgspec.Struct, frozen=True, kw_only=True):
 class _SavedTerms(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
     """`keys` where they do not follow from the secret in `run.json`: at a peer, and where a peer's folder was used.
 
-    `address` is where the run's coordinator listens, `others` are where other ones may.
+    `address` is where the run's coordinator listens, `others` are where other ones may. `began_with` names
+    the checkpoint from elsewhere that the run began with, if it did.
     """
 
     manifest: str
@@ -63,6 +68,7 @@ class _SavedTerms(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     address: str | None = None
     others: tuple[str, ...] = ()
     keys: _Keys | None = None
+    began_with: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,6 +81,7 @@ class Founded:
         address: where its coordinator listened last, if it ever did.
         checkpoint: the newest state of this folder.
         has_lost_its_journal: the run had a coordinator here, and its journal is not there any more.
+        began_with: which checkpoint from elsewhere the run began with, if it did.
     """
 
     run: RunIdentity
@@ -82,10 +89,20 @@ class Founded:
     address: str | None
     checkpoint: Checkpoint | None
     has_lost_its_journal: bool = False
+    began_with: str | None = None
 
 
-def found_or_go_on(folder: PeerFolder, config: Config, data_digest: str, resume_dir: Path | None) -> Founded:
-    """The run of this folder: made now, or found there. `data_digest` is that of its text.
+def found_or_go_on(
+    folder: PeerFolder, config: Config, data_digest: str, resume_dir: Path | None, *, is_fetched: bool = False
+) -> Founded:
+    """The run of this folder: made now, or found there.
+
+    Args:
+        folder: of the founder.
+        config: of the run.
+        data_digest: that of its text.
+        resume_dir: a peer's folder or a checkpoint to begin with; None: the run is a new one, or goes on.
+        is_fetched: whether that checkpoint was brought here from elsewhere, to begin with it.
 
     Raises:
         ConfigError: the folder holds a run with other settings, or one that should be resumed from a checkpoint.
@@ -94,17 +111,23 @@ def found_or_go_on(folder: PeerFolder, config: Config, data_digest: str, resume_
         IntegrityError: a file of the folder is damaged.
         EnvironmentFault: the disk refuses.
     """
-    checkpoint = None
+    checkpoint, began_with = None, None
+    manifest = manifest_of(config)
     if resume_dir is not None:
         checkpoint = load_resumed(resume_dir)
         _require_unfinished(checkpoint, config, resume_dir)
-        with _disk_errors(folder.path):
-            _archive(folder.path, checkpoint.meta.outer_step)
-    manifest = manifest_of(config)
+        if is_fetched or not resume_dir.resolve().is_relative_to(folder.path.resolve()):
+            began_with = _named(checkpoint)
+        if began_with is not None and _began_so(_load_terms(folder.path), began_with, manifest, data_digest):
+            log.info("goes_on path=%s; its run began with this checkpoint, another --dir begins anew", folder.path)
+            resume_dir = None
+        else:
+            with _disk_errors(folder.path):
+                _archive(folder.path, checkpoint.meta.outer_step)
     saved = _load_terms(folder.path)
     if saved is not None:
         _require_same(saved, manifest, data_digest, folder.path)
-        checkpoint = newest_usable(folder.path)
+        checkpoint, began_with = newest_usable(folder.path), saved.began_with
     run = folder.found_run(config.run.name)
     if saved is None and resume_dir is None:
         with _disk_errors(folder.path):
@@ -118,7 +141,19 @@ def found_or_go_on(folder: PeerFolder, config: Config, data_digest: str, resume_
         address=None if saved is None else saved.address,
         checkpoint=checkpoint,
         has_lost_its_journal=saved is not None and not has_journal,
+        began_with=began_with,
     )
+
+
+def _named(checkpoint: Checkpoint) -> str:
+    meta = checkpoint.meta
+    return f"{meta.run_id} {meta.outer_step} {meta.digest.hex()}"
+
+
+def _began_so(saved: _SavedTerms | None, began_with: str, manifest: bytes, data_digest: str) -> bool:
+    """Whether this folder's run is what the same command has begun before."""
+    told = (began_with, manifest.decode(), data_digest)
+    return saved is not None and (saved.began_with, saved.manifest, saved.data_digest) == told
 
 
 def _require_unfinished(checkpoint: Checkpoint, config: Config, resume_dir: Path) -> None:
@@ -274,15 +309,18 @@ def _saved(terms: RunTerms, address: str | None, *, keys: _Keys | None) -> _Save
     return _SavedTerms(manifest=terms.manifest.decode(), data_digest=terms.data_digest, address=address, keys=keys)
 
 
-def remember_terms(folder: PeerFolder, terms: RunTerms, address: str | None) -> None:
+def remember_terms(folder: PeerFolder, terms: RunTerms, address: str | None, *, began_with: str | None = None) -> None:
     """Keep what the next start in this folder must agree with, and where it listens if it coordinates the run.
+
+    `began_with` as in `Founded`.
 
     Raises:
         EnvironmentFault: the disk refuses.
     """
     run = folder.load_run()
     has_secret = run is not None and terms == _terms_of(run, terms.manifest, terms.data_digest, None)
-    _save_terms(folder, _saved(terms, address, keys=None if has_secret else _keys_of(terms)))
+    saved = _saved(terms, address, keys=None if has_secret else _keys_of(terms))
+    _save_terms(folder, msgspec.structs.replace(saved, began_with=began_with))
 
 
 def _save_terms(folder: PeerFolder, saved: _SavedTerms, name: str = _TERMS_NAME) -> None:

@@ -59,7 +59,7 @@ def start(folder: PeerFolder, resume: Path | None = None) -> Founded:
     """A start that got as far as a coordinator's: terms kept, a journal there."""
     founded = found(folder, resume=resume)
     (folder.path / JOURNAL_NAME).write_bytes(founded.run.run_id.encode())
-    remember_terms(folder, founded.terms, "127.0.0.1:1234")
+    remember_terms(folder, founded.terms, "127.0.0.1:1234", began_with=founded.began_with)
     return founded
 
 
@@ -166,6 +166,28 @@ def test_resuming_in_the_same_folder_is_a_new_run_and_puts_the_old_one_aside(fol
     assert not (folder.path / JOURNAL_NAME).exists()
     assert (folder.path / "lineage-1" / JOURNAL_NAME).read_bytes() == old.run.run_id.encode()
     assert (folder.path / "lineage-1" / "run.json").exists()
+
+
+def test_the_same_command_again_goes_on_with_what_it_began_from_elsewhere(folder: PeerFolder, tmp_path: Path) -> None:
+    elsewhere = save_checkpoints(tmp_path / "elsewhere", 10)
+    begun = start(folder, resume=elsewhere.path_of(10))
+    save_checkpoints(folder.path, 10, 20)
+    for _ in range(2):
+        again = start(folder, resume=elsewhere.path_of(10))
+        assert (again.run, again.address) == (begun.run, "127.0.0.1:1234")
+        assert again.checkpoint is not None
+        assert again.checkpoint.meta.outer_step == 20
+    assert start(folder).run == begun.run, "with the same settings and without --resume too"
+    assert start(folder, resume=elsewhere.path_of(10)).run == begun.run
+    assert not (folder.path / "lineage-1").exists()
+
+
+def test_another_checkpoint_from_elsewhere_or_other_settings_begin_anew(folder: PeerFolder, tmp_path: Path) -> None:
+    elsewhere = save_checkpoints(tmp_path / "elsewhere", 10, 12)
+    begun = start(folder, resume=elsewhere.path_of(10))
+    other = start(folder, resume=elsewhere.path_of(12))
+    third = found(folder, OTHER_CONFIG, resume=elsewhere.path_of(12))
+    assert len({begun.run.run_id, other.run.run_id, third.run.run_id}) == 3
 
 
 def test_a_complete_run_is_not_resumed_and_stays_where_it_is_unless_more_steps_are_wanted(folder: PeerFolder) -> None:
