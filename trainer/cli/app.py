@@ -10,6 +10,7 @@ it is not done.
 
 import contextlib
 import errno
+import io
 import os
 import resource
 import sys
@@ -87,6 +88,7 @@ def about_data() -> None:
 def main() -> None:
     """The console script."""
     _have_descriptors()
+    _write_whatever_comes()
     _allow_many_files()
     sys.exit(run(sys.argv[1:]))
 
@@ -149,6 +151,12 @@ def _have_descriptors() -> None:
             os.open(os.devnull, os.O_RDWR)  # takes the smallest number that is free
     sys.stdout = sys.stdout or open(1, "w")  # noqa: SIM115 - open as long as the process
     sys.stderr = sys.stderr or open(2, "w")  # noqa: SIM115
+
+
+def _write_whatever_comes() -> None:
+    """Spell what the terminal's encoding does not have, as a locale without UTF-8, in escapes: a result is one."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
 
 
 def _allow_many_files() -> None:

@@ -116,6 +116,7 @@ def sample(
 
     network = load_model(model)
     words: Tokenizer = Bytes() if has_bytes(model) else FileTokenizer(model / TOKENIZER_NAME, needs_end=False)
+    prompt = prompt.encode(errors="surrogateescape").decode(errors="replace")  # shells hand on any bytes
     begin = prompt or "\n"
     start = list(begin.encode()) if isinstance(words, Bytes) else next(words.encode([begin])).tolist()
     try:

@@ -449,6 +449,18 @@ def test_export_then_sample_gives_text_on_stdout(isthmus: Isthmus, tmp_path: Pat
     assert sampled.returncode == 0, sampled.stderr
     assert sampled.stdout.startswith("The sea")
     assert sampled.stderr == ""
+    no_text = isthmus("sample", os.fsdecode(b"\xff sea"), "--tokens", "1")
+    assert (no_text.returncode, no_text.stdout[:5]) == (0, "\ufffd sea"), no_text.stderr
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
+def test_a_terminal_without_utf_8_gets_the_result_in_escapes(tmp_path: Path, encoding: str) -> None:
+    launch = (
+        "from isthmus.trainer.cli import app, config; "
+        "app.config_app.command('say')(lambda: print('\u2713 \ufffd')); app.main()"
+    )
+    said = in_a_process("config", "say", cwd=tmp_path, launch=launch, environment={"PYTHONIOENCODING": encoding})
+    assert (said.returncode, said.stdout, said.stderr) == (0, "\\u2713 \\ufffd\n", "")
 
 
 def test_changed_byte_in_the_only_checkpoint_is_exit_code_9(isthmus: Isthmus, tmp_path: Path) -> None:
