@@ -120,7 +120,7 @@ class TensorBoard:
         folder: made if need be.
 
     Raises:
-        EnvironmentFault: tensorboard is not installed.
+        EnvironmentFault: tensorboard is not installed, or the folder cannot be written.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -128,10 +128,15 @@ class TensorBoard:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError as error:
             raise _not_installed("tensorboard") from error
-        folder.mkdir(parents=True, exist_ok=True)
-        for old in folder.glob(_TENSORBOARD_FILES):
-            old.unlink()
-        self._writer: Any = SummaryWriter(folder)
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            for old in folder.glob(_TENSORBOARD_FILES):
+                old.unlink()
+            self._writer: Any = SummaryWriter(folder)
+        except OSError as error:
+            raise EnvironmentFault(
+                f"{folder} cannot be written: {error.strerror}", cure="name another folder with --out"
+            ) from error
 
     def log(self, outer_step: int, values: Values) -> None:
         """See Tracker."""
@@ -152,7 +157,7 @@ class Hosted:
         figures: of the peer; its run's id is the group.
 
     Raises:
-        EnvironmentFault: the library is not installed.
+        EnvironmentFault: the library is not installed, or does not begin: nobody is logged in, or its host is silent.
     """
 
     def __init__(self, library: str, project: str, figures: Figures) -> None:
@@ -163,9 +168,15 @@ class Hosted:
         except ImportError as error:
             raise _not_installed(library) from error
         name = f"{figures.run_id} {figures.peer_id[:4]}"
-        self._library.init(
-            project=project, name=name, group=figures.run_id, config={"run_id": figures.run_id, "peer": figures.peer_id}
-        )
+        config = {"run_id": figures.run_id, "peer": figures.peer_id}
+        try:
+            self._library.init(project=project, name=name, group=figures.run_id, config=config)
+        except Exception as error:
+            cause = str(error).strip().partition("\n")[0].rstrip(".") or type(error).__name__
+            raise EnvironmentFault(
+                f"{library} does not begin: {cause}",
+                cure="see to that, or track to tensorboard, which is on this machine",
+            ) from error
         if hasattr(self._library, "define_metric"):  # a step may come again
             self._library.define_metric("*", step_metric="outer_step")
 

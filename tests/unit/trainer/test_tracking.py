@@ -8,6 +8,7 @@ import sqlite3
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -128,3 +129,21 @@ def test_a_library_that_is_missing_is_named_with_the_cure(
     monkeypatch.setitem(sys.modules, "trackio", None)
     assert run(["track", "--dir", str(folder), "--to", "trackio"]) == ExitCode.ENVIRONMENT
     assert capsys.readouterr().err == "isthmus: trackio is not installed; pip install trackio\n"
+
+
+def test_a_library_that_does_not_begin_is_this_machines_affair(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def init(**_: object) -> None:
+        raise ValueError("No API key configured.\nUse `wandb login`")
+
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=init))
+    assert run(["track", "--dir", str(folder), "--to", "wandb"]) == ExitCode.ENVIRONMENT
+    assert capsys.readouterr().err.startswith("isthmus: wandb does not begin: No API key configured; see to that, or")
+
+
+def test_a_folder_that_tensorboard_cannot_have_is_told(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = folder / FILE_NAME / "tensorboard"
+    assert run(["track", "--dir", str(folder), "--out", str(out)]) == ExitCode.ENVIRONMENT
+    expected = f"isthmus: {out} cannot be written: Not a directory; name another folder with --out\n"
+    assert capsys.readouterr().err == expected
