@@ -77,7 +77,7 @@ def test_a_coordinator_that_compacts_is_killed_again_and_again_and_the_run_goes_
             peer.signal(signal.SIGINT)
         assert run.until_ended(*peers) == [LEFT] * 3
         coordinator.signal(signal.SIGINT)
-        assert run.until_ended(coordinator) == [0]
+        assert run.until_ended(coordinator) == [LEFT]
 
         records = read_journal(coordinator.directory)
         Audit.of(records)

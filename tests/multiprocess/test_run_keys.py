@@ -328,7 +328,7 @@ def _leave(run: Run, peers: list[Process], coordinator: Process) -> None:
         assert run.command("leave", "--dir", str(peer.directory)).code == 0
     assert run.until_ended(*peers) == [LEFT] * len(peers)
     assert run.command("leave", "--dir", str(coordinator.directory)).code == 0
-    assert run.until_ended(coordinator) == [0]
+    assert run.until_ended(coordinator) == [LEFT]
 
 
 def _log(process: Process) -> str:

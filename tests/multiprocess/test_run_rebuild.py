@@ -47,7 +47,7 @@ def leave(run: Run, peers: Sequence[Process], coordinator: Process) -> None:
         peer.signal(signal.SIGINT)
     assert run.until_ended(*peers) == [LEFT] * len(peers)
     coordinator.signal(signal.SIGINT)
-    assert run.until_ended(coordinator) == [0]
+    assert run.until_ended(coordinator) == [LEFT]
 
 
 def consumed_after(records: Sequence[Record]) -> set[int]:

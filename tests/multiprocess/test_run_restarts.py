@@ -2,16 +2,27 @@
 """Processes that die and are started again in their folders: they find their run, and the run finds them."""
 
 import re
+import signal
 from pathlib import Path
 
 import pytest
 
 from isthmus.elastic.core.records import ViewRecord
-from tests.multiprocess.run_harness import OPEN_END, Audit, assert_same_commits, read_journal, running
+from tests.multiprocess.run_harness import LEFT, OPEN_END, Audit, assert_same_commits, read_journal, running
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(200)]
 
 WORKER_CRASHED = 10
+
+
+def test_a_coordinator_that_is_stopped_before_its_run_is_complete_has_left(tmp_path: Path) -> None:
+    with running(tmp_path) as run:
+        coordinator = run.coordinator()
+        run.wait_for_ticket()
+        coordinator.signal(signal.SIGTERM)
+        assert run.until_ended(coordinator) == [LEFT]
+        told = run.command("status", "--dir", str(coordinator.directory))
+    assert f"ended with {LEFT} (stopped)" in told.err
 
 
 def test_a_coordinator_that_is_killed_and_started_again_goes_on_where_it_was(tmp_path: Path) -> None:

@@ -70,7 +70,7 @@ def _end(run: Run, peers: Sequence[Process], coordinator: Process) -> None:
         peer.signal(signal.SIGINT)
     assert run.until_ended(*peers) == [LEFT] * len(peers)
     coordinator.signal(signal.SIGINT)
-    assert run.until_ended(coordinator) == [0]
+    assert run.until_ended(coordinator) == [LEFT]
 
 
 def _assert_one_history(audit: Audit, *processes: Process) -> None:
@@ -144,7 +144,7 @@ def test_a_coordinator_that_is_interrupted_hands_over_to_its_standby(tmp_path: P
         run.until("readiness of the standby", lambda: _log_of(standby).count("standing_by for=") == 1)
         assert run.command("status", "--dir", str(standby.directory)).code == 0
         coordinator.signal(signal.SIGINT)
-        assert run.until_ended(coordinator, standby, peer) == [0, 0, 0]
+        assert run.until_ended(coordinator, standby, peer) == [LEFT, 0, 0]
         audit = Audit.of(_records(standby, cluster))
     assert [record.outer_step for record in audit.commits] == list(range(1, last + 1))
     assert len(peer.events("join")) == 1

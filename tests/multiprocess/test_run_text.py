@@ -89,7 +89,7 @@ def test_a_joiner_gets_the_text_from_a_peer_that_has_got_it_itself_when_the_firs
         run.until_step(second.step + 3, second, again)
         _leave(run, second, again)
         coordinator.signal(signal.SIGINT)
-        assert run.until_ended(coordinator) == [0]
+        assert run.until_ended(coordinator) == [LEFT]
         audited(run, coordinator, owner, second, third)
     assert_same_commits(owner, second, third)
     texts = [_text_of(owner), _text_of(second), *again.events("text")]

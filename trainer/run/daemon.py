@@ -54,7 +54,7 @@ _FAREWELL_TIMEOUT_S = 20.0
 
 async def run_daemon(options: PeerOptions | CoordinatorOptions) -> int:
     """Run a peer until its part in the run is over, or a coordinator alone until the run is complete and everybody has
-    gone; returns the exit code.
+    gone; returns the exit code. A coordinator that is stopped before has left.
 
     Raises:
         IsthmusError: what the operator must act on.
@@ -228,7 +228,9 @@ class _Process:
     async def _take_part(self) -> int:
         if self._peer is None:
             await self._everybody_gone(timeout_s=None)
-            return ExitCode.DONE
+            assert self._seat is not None, "a coordinator lives here"
+            is_complete = self._seat.coordinator is not None and self._seat.coordinator.finished
+            return ExitCode.DONE if is_complete else ExitCode.LEFT
         finish = await self._run_peer(self._peer)
         log.info("finished code=%d reason=%r", finish.code, finish.reason)
         if self._seat is not None:
