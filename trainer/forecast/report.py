@@ -90,7 +90,7 @@ def render(plan: Plan) -> str:
     typical, largest = plan.typical, plan.largest
     lines = [
         ("run", f"{plan.method}, {typical.codec}, {plan.num_parameters:,} parameters, {plan.num_peers} peers"),
-        ("links", f"{_line(plan)}, {format_seconds(plan.round_trip_s)} there and back"),
+        ("links", f"{_line(plan)}, {_with_unit(format_seconds(plan.round_trip_s), 's')} there and back"),
         ("inner step", f"{plan.step_s:.3g} s, {plan.step_source}"),
         ("outer step", f"{_inner_steps(typical.inner_steps)}, {_seconds(typical.inner_steps * plan.step_s)}"),
         ("exchange", _exchange(typical)),
@@ -118,8 +118,14 @@ def render(plan: Plan) -> str:
 
 
 def _line(plan: Plan) -> str:
-    up, down = format_rate(plan.upload_bytes_per_s), format_rate(plan.download_bytes_per_s)
+    rates = (plan.upload_bytes_per_s, plan.download_bytes_per_s)
+    up, down = (_with_unit(format_rate(rate), " bytes a second") for rate in rates)
     return f"{up} each way" if up == down else f"{up} up and {down} down"
+
+
+def _with_unit(text: str, unit: str) -> str:
+    """A quantity as people write it; where no unit of theirs fits, it is a number of this one."""
+    return text if text[-1:].isalpha() else f"{float(text):.12g}{unit}"
 
 
 def _exchange(step: OuterStep) -> str:

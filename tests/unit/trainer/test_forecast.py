@@ -156,6 +156,18 @@ def test_people_get_a_page(plan) -> None:
     assert out.splitlines()[-1].strip() == published
 
 
+@pytest.mark.parametrize(
+    ("link", "told"),
+    [
+        ("38mbit/0ms", "38mbit each way, 0s there and back"),
+        ("512KiB/0.25ms", "524288 bytes a second each way, 0.00025s there and back"),
+    ],
+)
+def test_quantities_have_units_whatever_was_typed(plan, link: str, told: str) -> None:
+    code, out, _ = plan("--peers", "2", "--link", link, "--step", "1s")
+    assert (code, out.splitlines()[1]) == (0, f"links         {told}")
+
+
 def test_programs_get_the_same(plan) -> None:
     code, out, _ = plan(
         "--peers", "4", "--link", "38mbit/90ms", "--step", "0.5", "--json", "--outer.type", "sparseloco"
