@@ -35,6 +35,15 @@ def _end_of(*processes: Process) -> list[Outcome]:
     return [process.outcome() for process in processes]
 
 
+def test_how_a_process_has_failed_is_told_afterwards(tmp_path: Path) -> None:
+    with running(tmp_path) as run:
+        (tmp_path / "file").touch()
+        founder = run.start("up", "-c", str(run.config), "--data", str(run.text), "--ticket-file", "file/ticket")
+        assert founder.outcome().code == ENVIRONMENT
+        told = run.command("status", "--dir", str(founder.directory))
+    assert f"ended with {ENVIRONMENT} (the ticket cannot be written to file/ticket: Not a directory)" in told.err
+
+
 def test_a_coordinator_refuses_what_does_not_belong_to_its_run(tmp_path: Path) -> None:
     with running(tmp_path) as run:
         run.coordinator()

@@ -92,6 +92,13 @@ class CoordinatorEnded(Event, frozen=True):
     complete: bool
 
 
+class Failed(Event, frozen=True):
+    """This process ends with an error, and with this exit code."""
+
+    code: int
+    cause: str
+
+
 class LeaveAsked(Unfiled, frozen=True):
     """The operator wants this process to leave in order."""
 

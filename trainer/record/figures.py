@@ -155,7 +155,7 @@ def _fold(figures: Figures, event: Event) -> Figures:
             return replace(figures, refused=refused, state_served_bytes=nbytes)
         case events.LeaveAsked():
             return replace(figures, is_leaving=True)
-        case told.Finished(code=code, cause=cause):
+        case told.Finished(code=code, cause=cause) | events.Failed(code=code, cause=cause):
             return replace(figures, code=code, cause=cause)
         case events.CoordinatorEnded(complete=complete):
             code, cause = (ExitCode.DONE, "") if complete else (ExitCode.LEFT, "stopped")

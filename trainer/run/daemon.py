@@ -29,7 +29,7 @@ from isthmus.trainer.data.samples import samples_per_data_epoch
 from isthmus.trainer.errors import ExitCode, IsthmusError, leaves, operator_error
 from isthmus.trainer.record.chronicle import Chronicle
 from isthmus.trainer.record.event_log import FILE_NAME, EventLog
-from isthmus.trainer.record.events import CoordinatorEnded, Counted, LeaveAsked, Started
+from isthmus.trainer.record.events import CoordinatorEnded, Counted, Failed, LeaveAsked, Started
 from isthmus.trainer.record.figures import BLANK, Figures
 from isthmus.trainer.record.metrics import Metrics
 from isthmus.trainer.record.metrics_server import MetricsServer
@@ -115,7 +115,19 @@ class _Process:
                     metrics_address=self._metrics_address,
                 )
             )
-            return await self._serve(chronicle, control)
+            try:
+                return await self._serve(chronicle, control)
+            except Exception as error:
+                self._tell_failure(chronicle, error)
+                raise
+
+    @staticmethod
+    def _tell_failure(chronicle: Chronicle, error: Exception) -> None:
+        """So that the folder knows how its process has ended, unless it has been told of this end already."""
+        known = operator_error(error)
+        code = int(ExitCode.UNEXPECTED if known is None else known.exit_code)
+        if chronicle.figures.code != code:
+            chronicle.emit(Failed(code=code, cause=str(leaves(error)[0]) if known is None else known.problem))
 
     def _first_figures(self) -> Figures:
         start, config = self._start, self._start.config

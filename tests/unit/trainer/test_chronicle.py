@@ -175,6 +175,7 @@ OWN: tuple[Event, ...] = (
     *map(crashed, CRASHES),
     events.OutOfMemory(micro_batch=2, cause="no room"),
     events.CoordinatorEnded(complete=True),
+    events.Failed(code=10, cause="a worker is gone"),
 )
 RECORDS: tuple[Record, ...] = (
     Genesis(outer_step=OuterStep(0), digest=DIGEST, next_index=0),
@@ -365,7 +366,7 @@ def test_what_this_peer_does_is_told_with_its_figures(desk: Desk) -> None:
     lines = {line["event"]: line for line in desk.lines() if line["event"] != "fault"}
     told = [
         *("started", "workers", "round", "trained", "evaluate"),
-        *("checkpoint", "checkpoint_copied", "coordinator_ended"),
+        *("checkpoint", "checkpoint_copied", "coordinator_ended", "failed"),
     ]
     assert list(lines) == told
     assert (lines["trained"]["step_s"], lines["trained"]["passes_s"], lines["trained"]["mfu"]) == (2.5, 2.0, 0.25)
