@@ -54,6 +54,7 @@ class Figures(Status, frozen=True, kw_only=True):
     counts: dict[str, int] = msgspec.field(default_factory=dict)
     """How often which kind of event came, by tag."""
     round_seconds: Durations = Durations()
+    wait_seconds: Durations = Durations()
     exchange_seconds: Durations = Durations()
     checkpoint_seconds: Durations = Durations()
     wall: str = ""
@@ -110,8 +111,10 @@ def _fold(figures: Figures, event: Event) -> Figures:
         case told.BecameLearner():
             evictions = figures.evictions + figures.is_member
             return replace(figures, phase="learning", is_member=False, inner_step=0, evictions=evictions)
-        case told.CatchUpEnded(outer_step=int(step)) | told.RoundCommitted(outer_step=step):
+        case told.CatchUpEnded(outer_step=int(step)):
             return replace(figures, outer_step=step)
+        case told.RoundCommitted(outer_step=step, seconds=seconds):
+            return replace(figures, outer_step=step, round_seconds=figures.round_seconds.plus(seconds))
         case events.CommitDecided(outer_step=step) if figures.num_parameters == 0:
             return replace(figures, outer_step=step)
         case events.Workers(flops_per_token=flops, peak_flops=peak):
@@ -192,7 +195,7 @@ def _trained(figures: Figures, event: events.Trained) -> Figures:
         round_loss=figures.round_loss if loss is None else loss,
         train_loss=figures.train_loss if loss is None else loss,
         losses=figures.losses if loss is None else (*figures.losses, (event.outer_step, loss))[-LOSSES_SHOWN:],
-        round_seconds=figures.round_seconds.plus(event.wait_s),
+        wait_seconds=figures.wait_seconds.plus(event.wait_s),
         last_round=RoundStatus(
             outer_step=event.outer_step,
             seconds=event.train_s + event.wait_s,

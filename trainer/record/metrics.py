@@ -66,7 +66,8 @@ _COUNTERS: dict[str, tuple[str, Callable[[Figures], float]]] = {
     "events_lost": ("Lines that events.jsonl had no room for.", lambda now: now.events_lost),
 }
 _HISTOGRAMS = {
-    "round_seconds": "From the first byte of a round to its commit.",
+    "round_seconds": "From the moment when a round's payload was handed in to its commit.",
+    "wait_seconds": "For how long the workers stood still for an outer step.",
     "exchange_seconds": "The all-reduce of a round alone.",
     "checkpoint_seconds": "Writing one checkpoint.",
 }

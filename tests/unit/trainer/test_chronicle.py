@@ -385,7 +385,12 @@ def test_what_this_peer_does_is_told_with_its_figures(desk: Desk) -> None:
     for name in ("checkpoint_failures_total", "checkpoints_total", "worker_deaths_total", "worker_hangs_total"):
         assert desk.sample(name) == 1.0
     assert (desk.sample("validation_loss"), desk.sample("train_loss")) == (2.25, 2.5)
-    assert desk.sample("round_seconds_sum") == REPORT.wait_s
+    assert (desk.sample("wait_seconds_sum"), desk.sample("round_seconds_sum")) == (REPORT.wait_s, 0.0)
+
+
+def test_a_round_that_goes_on_beside_the_training_takes_longer_than_the_workers_wait(desk: Desk) -> None:
+    desk.tell(RoundCommitted(**ROUND | state_fields(HELD), final=False, seconds=4.0), trained(REPORT, None))
+    assert (desk.sample("round_seconds_sum"), desk.sample("wait_seconds_sum")) == (4.0, REPORT.wait_s)
 
 
 def test_what_is_not_a_crash_that_is_known_is_raised_again() -> None:
