@@ -15,7 +15,7 @@ from isthmus.trainer.config.quantities import rounded_nbytes
 from isthmus.trainer.errors import NobodyReachable, NothingRuns
 from isthmus.trainer.record.event_log import FILE_NAME, EventReader
 from isthmus.trainer.record.status import LeavingStatus, Status
-from isthmus.trainer.run.control_socket import PEER_FILE_NAME, ControlClient
+from isthmus.trainer.run.control_socket import ControlClient
 
 _POLL_S = 0.1
 _QUIET_S = 1.0
@@ -68,7 +68,7 @@ def follow(client: ControlClient, say: Callable[[str], None]) -> str | None:
             say(line)
             said, said_at = line, now
         time.sleep(_POLL_S)
-    if (folder / PEER_FILE_NAME).exists():
+    if client.was_killed():
         raise NothingRuns(
             f"the isthmus in {folder} has ended without a word before it had left (process {client.peer.pid})",
             cure="start it again, or look at its log",

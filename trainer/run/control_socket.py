@@ -252,6 +252,13 @@ class ControlClient:
         """Whether the daemon is gone: it removes its file last, unless it was killed."""
         return not (self.run_dir / PEER_FILE_NAME).exists() or not _is_there(self.peer)
 
+    def was_killed(self) -> bool:
+        """Whether a daemon that has ended has left its file behind; another one may have put its own there."""
+        try:
+            return _read_peer_file(self.run_dir / PEER_FILE_NAME) == self.peer
+        except (OSError, msgspec.MsgspecError, UnicodeError):
+            return False
+
     def _ask(self, request: Request, kind: type[ReplyT]) -> ReplyT:
         timeout_ms = int(self._timeout_s * 1000)
         with zmq.Context() as context, context.socket(zmq.REQ) as asker:
@@ -304,7 +311,7 @@ def find_peer(run_dir: Path) -> PeerFile:
     path = run_dir / PEER_FILE_NAME
     cure = "name the folder of a running peer with --dir"
     try:
-        peer = msgspec.json.decode(path.read_bytes(), type=PeerFile)
+        peer = _read_peer_file(path)
     except PermissionError as error:
         raise NotOurs(run_dir) from error
     except OSError as error:
@@ -314,6 +321,10 @@ def find_peer(run_dir: Path) -> PeerFile:
     if not _is_there(peer):
         raise NothingRuns(f"the isthmus in {run_dir} has ended without a word (process {peer.pid})", cure=cure)
     return peer
+
+
+def _read_peer_file(path: Path) -> PeerFile:
+    return msgspec.json.decode(path.read_bytes(), type=PeerFile)
 
 
 def is_running(run_dir: Path) -> bool:

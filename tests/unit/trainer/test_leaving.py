@@ -2,12 +2,18 @@
 """What `isthmus leave` says of a peer that leaves, without a peer."""
 
 import os
+import socket
+from pathlib import Path
 
 import msgspec
 import pytest
 
-from isthmus.trainer.cli.leaving import describe
+from isthmus.elastic.observation import Finished
+from isthmus.trainer.cli.leaving import describe, follow
+from isthmus.trainer.errors import NothingRuns
+from isthmus.trainer.record.event_log import FILE_NAME, EventLog
 from isthmus.trainer.record.status import FetchStatus, LeavingStatus, Status
+from isthmus.trainer.run.control_socket import PEER_FILE_NAME, ControlClient, PeerFile
 
 STATUS = Status(
     run_id="demo-0123abcd",
@@ -36,6 +42,27 @@ def test_a_handover_is_told_with_who_fetches_how_much() -> None:
         "leaving: nobody else holds the state: waits until another peer has fetched it (outer step 3); "
         "500.0 kB of 2.0 MB, 25 % to aa"
     )
+
+
+@pytest.mark.parametrize("is_started_again", [True, False], ids=["started again", "killed"])
+def test_a_peer_that_a_supervisor_has_started_again_has_left_and_one_that_was_killed_has_not(
+    tmp_path: Path, is_started_again: bool
+) -> None:
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(tmp_path / "control"))
+        listener.listen()
+        before = PeerFile(socket=str(tmp_path / "control"), pid=os.getpid(), peer_id="a", run_id="b")
+        (tmp_path / PEER_FILE_NAME).write_bytes(msgspec.json.encode(before))
+        client = ControlClient(tmp_path)
+    with EventLog(tmp_path / FILE_NAME, "a" * 16) as log:
+        log.write(Finished(code=20, cause="left at outer step 3"))
+    if not is_started_again:
+        with pytest.raises(NothingRuns, match="has ended without a word before it had left"):
+            follow(client, print)
+        return
+    after = msgspec.structs.replace(before, socket="/another")
+    (tmp_path / PEER_FILE_NAME).write_bytes(msgspec.json.encode(after))
+    assert follow(client, print) == "left at outer step 3"
 
 
 @pytest.mark.parametrize("waits_for", ["start", "answer", "checkpoint", "others"])
