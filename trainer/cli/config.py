@@ -55,7 +55,12 @@ def init(
 
     try:
         with file.open("x") as new:
-            new.write(as_template())
+            try:
+                new.write(as_template())
+                new.flush()
+            except OSError:
+                file.unlink()  # half of it would count as one that exists already
+                raise
     except FileExistsError as error:
         raise ConfigError(f"{file} exists already", cure="name another file, or take this one away first") from error
     except OSError as error:

@@ -485,6 +485,17 @@ def test_init_writes_a_file_that_founds_a_run_and_never_over_another(isthmus: Is
     assert_one_sentence(isthmus("init", "no/where.toml"), ExitCode.USAGE, "cannot be written")
 
 
+def test_init_leaves_no_half_of_a_file_where_there_is_no_room(isthmus: Isthmus, tmp_path: Path) -> None:
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))
+    try:
+        done = isthmus("init")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert_one_sentence(done, ExitCode.USAGE, "run.toml cannot be written: File too large")
+    assert not (tmp_path / "run.toml").exists()
+
+
 def test_of_several_peers_of_one_run_the_furthest_is_exported(isthmus: Isthmus, tmp_path: Path) -> None:
     for name, outer_step in (("a", 4), ("b", 12), ("c", 8)):
         saved_run(tmp_path / "runs" / name, outer_step=outer_step)
