@@ -169,7 +169,17 @@ def _environment_layer(environ: Mapping[str, str]) -> dict[str, _Value]:
 
 
 def _text(text: str, origin: str) -> _Value:
-    """Text of a shell: a TOML value or number if it is one, else itself. `_validate` may come back to the text."""
+    """Text of a shell: a TOML value or number if it is one, else itself. `_validate` may come back to the text.
+
+    Raises:
+        ConfigError: it is no text.
+    """
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ConfigError(
+            f"the value of {origin} is not UTF-8 text", cure="give such a path another name", origin=origin
+        ) from error
     value: Json = text
     for read in (_toml_value, float):
         try:

@@ -127,6 +127,7 @@ def assert_one_sentence(done: subprocess.CompletedProcess[str], code: int, *part
         (["up", "--inner.lr"], ["--inner.lr needs a value"]),
         (["up", "--inner.lr", "--verbose"], ["--inner.lr needs a value"]),
         (["up", "--inner.lr", "fast"], ['inner.lr from --inner.lr is "fast", expected a number']),
+        (["up", "--dir", os.fsdecode(b"/tmp/\xff")], ["the value of --dir is not UTF-8 text"]),
         (["up", "--inner.lrr=1"], ["unknown key inner.lrr from --inner.lrr; did you mean inner.lr?"]),
         (["up", "-c", "none.toml"], ["there is no file none.toml"]),
         (["up", "--resume", "nowhere"], ["nowhere holds no checkpoint"]),
