@@ -112,7 +112,12 @@ class ControlServer:
         self._metrics_address = metrics_address
 
     def __enter__(self) -> "ControlServer":
-        self._folder = Path(tempfile.mkdtemp(prefix="isthmus-"))  # mode 0700
+        try:
+            self._folder = Path(tempfile.mkdtemp(prefix="isthmus-"))  # mode 0700
+        except OSError as error:
+            raise EnvironmentFault(
+                f"the control socket has no folder: {error.strerror}", cure="name one that can be written in TMPDIR"
+            ) from error
         self._context = zmq.asyncio.Context()
         self._socket = self._context.socket(zmq.ROUTER)
         try:

@@ -8,6 +8,7 @@ import os
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -279,6 +280,14 @@ def test_daemon_that_does_not_answer_is_not_waited_for_longer_than_said(tmp_path
 async def test_folder_that_cannot_be_written_is_told(tmp_path: Path) -> None:
     server = ControlServer(tmp_path / "none", Daemon(), peer_id="a", run_id="b")
     with pytest.raises(EnvironmentFault, match="control socket cannot be made"), server:
+        pass
+
+
+async def test_a_machine_without_a_temporary_folder_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a container whose file system is read-only."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "none"))
+    server = ControlServer(tmp_path, Daemon(), peer_id="a", run_id="b")
+    with pytest.raises(EnvironmentFault, match=r"the control socket has no folder: .* in TMPDIR"), server:
         pass
 
 
