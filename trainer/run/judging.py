@@ -99,8 +99,7 @@ def judge_model(
     subject = _find(source, base)
     text = _text_of(subject, data)
     place = torch.device(choose_device(device, 1))
-    batch_size = max(1, _TOKENS_AT_ONCE // subject.seq_len)
-    num_batches = None if num_tokens is None else max(1, num_tokens // (batch_size * subject.seq_len))
+    batch_size, num_batches = _batches_of(num_tokens, subject.seq_len)
     counted = _Counted()
     batches = validation_batches(text.tokens, subject.seq_len, batch_size, num_batches)
     began = time.monotonic()
@@ -123,6 +122,16 @@ def judge_model(
         device=str(place),
         seconds=time.monotonic() - began,
     )
+
+
+def _batches_of(num_tokens: int | None, seq_len: int) -> tuple[int, int | None]:
+    """How many samples a batch has, and how many batches there are, for about so many tokens; None: for all."""
+    batch_size = max(1, _TOKENS_AT_ONCE // seq_len)
+    if num_tokens is None:
+        return batch_size, None
+    num_samples = max(1, round(num_tokens / seq_len))
+    num_batches = -(-num_samples // batch_size)
+    return -(-num_samples // num_batches), num_batches
 
 
 def _find(source: Path, base: Path | None) -> _Subject:

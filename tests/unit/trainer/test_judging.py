@@ -119,6 +119,13 @@ def test_one_checkpoint_and_its_export_come_to_the_same(
     assert "bits a byte, perplexity" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("num_tokens", [1, 100, 5_000, 20_000, 32_000])
+def test_about_as_many_tokens_are_judged_as_were_asked_for(peer: Path, tmp_path: Path, num_tokens: int) -> None:
+    (tmp_path / "long").write_text(TEXT * 20)
+    judged = judge_model(peer, data=tmp_path / "long", num_tokens=num_tokens, device="cpu")
+    assert judged.num_tokens == pytest.approx(num_tokens, rel=0.01, abs=SEQ_LEN)
+
+
 def test_of_the_runs_own_text_only_what_it_holds_out_is_judged_and_another_one_is_none(
     peer: Path, config: Config, text: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
