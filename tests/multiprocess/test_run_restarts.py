@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Processes that die and are started again in their folders: they find their run, and the run finds them."""
 
+import json
 import re
 import signal
+import urllib.request
 from pathlib import Path
 
 import pytest
@@ -15,6 +17,11 @@ pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(200)]
 WORKER_CRASHED = 10
 
 
+def _metrics_at(address: str) -> str:
+    with urllib.request.urlopen(f"http://{address}/metrics", timeout=20.0) as answer:
+        return bytes(answer.read()).decode()
+
+
 def test_a_coordinator_that_is_stopped_before_its_run_is_complete_has_left(tmp_path: Path) -> None:
     with running(tmp_path) as run:
         coordinator = run.coordinator()
@@ -23,6 +30,22 @@ def test_a_coordinator_that_is_stopped_before_its_run_is_complete_has_left(tmp_p
         assert run.until_ended(coordinator) == [LEFT]
         told = run.command("status", "--dir", str(coordinator.directory))
     assert f"ended with {LEFT} (stopped)" in told.err
+
+
+def test_a_coordinators_metrics_are_of_its_run_also_after_it_was_started_again(tmp_path: Path) -> None:
+    with running(tmp_path) as run:
+        flags = ("--run.outer_steps", str(OPEN_END), "--node.metrics_port", "0")
+        coordinator = run.coordinator(*flags)
+        run.wait_for_ticket()
+        peer = run.join()
+        run.until_step(2, peer)
+        coordinator.kill()
+        again = run.coordinator(*flags, folder=coordinator.directory)
+        run.wait_for_ticket()
+        told = json.loads(run.command("status", "--json", "--dir", str(again.directory)).out)
+        run.until("its metrics", lambda: "isthmus_world_size 1.0" in _metrics_at(told["metrics_address"]))
+        peer.signal(signal.SIGINT)
+        assert run.until_ended(peer) == [LEFT]
 
 
 def test_a_coordinator_that_is_killed_and_started_again_goes_on_where_it_was(tmp_path: Path) -> None:

@@ -110,6 +110,14 @@ class Counted(Unfiled, frozen=True):
     state_served_bytes: int
 
 
+class Coordinated(Unfiled, frozen=True):
+    """Once a second, where its run is: of a coordinator without a peer."""
+
+    epoch: int
+    outer_step: int
+    members: tuple[str, ...]
+
+
 # ------------------------------------------------------------------------------------ training
 
 

@@ -117,6 +117,9 @@ def _fold(figures: Figures, event: Event) -> Figures:
             return replace(figures, outer_step=step, round_seconds=figures.round_seconds.plus(seconds))
         case events.CommitDecided(outer_step=step) if figures.num_parameters == 0:
             return replace(figures, outer_step=step)
+        case events.Coordinated(epoch=epoch, outer_step=step, members=members):
+            known = tuple(MemberStatus(peer_id=peer_id, incarnation=0, address="") for peer_id in members)
+            return replace(figures, epoch=epoch, outer_step=step, members=known)
         case events.Workers(flops_per_token=flops, peak_flops=peak):
             return replace(figures, flops_per_token=flops, peak_flops=peak)
         case events.InnerStep(loss=loss, tokens=tokens):

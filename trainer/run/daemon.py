@@ -29,7 +29,7 @@ from isthmus.trainer.data.samples import samples_per_data_epoch
 from isthmus.trainer.errors import ExitCode, IsthmusError, leaves, operator_error
 from isthmus.trainer.record.chronicle import Chronicle
 from isthmus.trainer.record.event_log import FILE_NAME, EventLog
-from isthmus.trainer.record.events import CoordinatorEnded, Counted, Failed, LeaveAsked, Started
+from isthmus.trainer.record.events import Coordinated, CoordinatorEnded, Counted, Failed, LeaveAsked, Started
 from isthmus.trainer.record.figures import BLANK, Figures
 from isthmus.trainer.record.metrics import Metrics
 from isthmus.trainer.record.metrics_server import MetricsServer
@@ -286,6 +286,10 @@ class _Process:
                 refused |= self._metrics_server.refused
             served_nbytes = 0 if self._peer is None else self._peer.donor.bytes_served
             chronicle.emit(Counted(refused=refused, state_served_bytes=served_nbytes))
+            if self._peer is None and self._seat is not None and self._seat.coordinator is not None:
+                view = self._seat.coordinator.status().view
+                members = tuple(member.peer_id for member in view.members)
+                chronicle.emit(Coordinated(epoch=view.epoch, outer_step=view.outer_step, members=members))
             await asyncio.sleep(1.0)
 
     # -------------------------------------------------------------------------------- being asked

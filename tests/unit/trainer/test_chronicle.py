@@ -398,6 +398,12 @@ def test_what_is_not_a_crash_that_is_known_is_raised_again() -> None:
         crashed(WorkerCrashed("unheard of"))
 
 
+def test_a_coordinator_without_a_peer_tells_metrics_of_its_run_and_writes_no_lines_for_it(desk: Desk) -> None:
+    desk.tell(events.Coordinated(epoch=3, outer_step=7, members=("a" * 16, "b" * 16)))
+    assert [desk.sample(name) for name in ("epoch", "outer_step", "world_size")] == [3.0, 7.0, 2.0]
+    assert desk.lines() == []
+
+
 def test_inner_steps_are_figures_and_no_lines(desk: Desk) -> None:
     for step in range(5):
         desk.tell(events.InnerStep(inner_step=step + 1, loss=3.0, tokens=10))
