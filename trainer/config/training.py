@@ -170,9 +170,10 @@ class DataSection(Section):
     """A file or folder, or what `isthmus data prep` has made of one; none: the Python standard library's own sources. A
     peer may have it elsewhere: `node.data`."""
     validation_fraction: Maybe[Fraction] = None
-    """Share that is held out; none: 0.02 of the standard library, 0.1 of other text."""
+    """Share that is held out; none: 0.02 of the standard library, 0.1 of other text. Of a prepared text
+    `isthmus data prep` has said it."""
     limit_nbytes: Maybe[Annotated[Nbytes, Field(ge=1)]] = None
-    """Read at most so much of it."""
+    """Read at most so much of it. A prepared text is taken as it is."""
     shuffle_shards: Annotated[int, Field(ge=1, le=4096)] = 4
     """Shards of a prepared text whose samples are mixed with each other at a time; a peer needs so many at once."""
     document_masks: bool = False
