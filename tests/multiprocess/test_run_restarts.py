@@ -48,6 +48,31 @@ def test_a_coordinators_metrics_are_of_its_run_also_after_it_was_started_again(t
         assert run.until_ended(peer) == [LEFT]
 
 
+def test_a_founder_that_has_resumed_its_folder_and_is_killed_goes_on_when_its_command_is_given_again(
+    tmp_path: Path,
+) -> None:
+    with running(tmp_path) as run:
+        flags = ("--checkpoint.every", "2", "--outer-steps", str(OPEN_END))
+        before = run.found(*flags)
+        run.until("checkpoint", lambda: len(before.events("checkpoint")) > 1)
+        before.kill()
+        words = ("--resume", str(before.directory), *flags)
+        resumed = run.found(*words, folder=before.directory)
+        run.wait_for_ticket()
+        joiner = run.join()
+        run.until_step(max(joiner.commits(), default=0) + 8, joiner)
+        newest = max(joiner.commits())
+        resumed.kill()
+        again = run.found(*words, folder=before.directory)
+        run.until_step(newest + 4, joiner)
+        for process in (joiner, again):
+            process.signal(signal.SIGINT)
+        assert run.until_ended(joiner) == [LEFT]
+        assert run.until_ended(again) == [LEFT]
+    assert len(joiner.events("join")) == 1, "it has found its run again"
+    assert [path.name for path in before.directory.glob("lineage-*")] == ["lineage-1"]
+
+
 def test_a_coordinator_that_is_killed_and_started_again_goes_on_where_it_was(tmp_path: Path) -> None:
     last = 60
     with running(tmp_path) as run:

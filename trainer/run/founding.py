@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a founder decides before anybody else is there: the run, its terms, and the state it goes on from.
 
-A run lives in its founder's folder: `run.json` (id and secret), `terms.json` (the run manifest, the digest of its text,
-its address), and `journal.sqlite` unless etcd has the journal. Starting again in the same folder goes on where the
-journal ends, under the same run id, so that peers that are still out there find their run again. `resume` is another
-thing: a new lineage from a checkpoint. Where that lies elsewhere, the same command given again goes on with that
-lineage, as after a power cut: the terms say which checkpoint the run began with. A standby keeps the same two files, so
-that it can start while nobody else is there to ask.
+A run lives in its founder's folder: `run.json` (id and secret), `terms.json` (the run manifest, the digest of its
+text, its address), and `journal.sqlite` unless etcd has the journal. Starting again in the same folder goes on where
+the journal ends, under the same run id, so that peers that are still out there find their run again. `resume` is
+another thing: a new lineage from a checkpoint. The same command given again goes on with that lineage, as after a power
+cut: the terms say which checkpoint the run began with. A standby keeps the same two files, so that it can start while
+nobody else is there to ask.
 
 If the journal is gone, it is made anew from the certificates of the run's peers (elastic/core/rebuild.py). If the whole
 folder is gone, that can be done in the folder of any peer, or with a copy of its `membership.json`: a peer keeps in it
@@ -60,7 +60,7 @@ class _SavedTerms(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """`keys` where they do not follow from the secret in `run.json`: at a peer, and where a peer's folder was used.
 
     `address` is where the run's coordinator listens, `others` are where other ones may. `began_with` names
-    the checkpoint from elsewhere that the run began with, if it did.
+    the checkpoint that the run was resumed from, if it was.
     """
 
     manifest: str
@@ -81,7 +81,7 @@ class Founded:
         address: where its coordinator listened last, if it ever did.
         checkpoint: the newest state of this folder.
         has_lost_its_journal: the run had a coordinator here, and its journal is not there any more.
-        began_with: which checkpoint from elsewhere the run began with, if it did.
+        began_with: which checkpoint the run was resumed from, if it was.
     """
 
     run: RunIdentity
@@ -92,17 +92,15 @@ class Founded:
     began_with: str | None = None
 
 
-def found_or_go_on(
-    folder: PeerFolder, config: Config, data_digest: str, resume_dir: Path | None, *, is_fetched: bool = False
-) -> Founded:
+def found_or_go_on(folder: PeerFolder, config: Config, data_digest: str, resume_dir: Path | None) -> Founded:
     """The run of this folder: made now, or found there.
 
     Args:
         folder: of the founder.
         config: of the run.
         data_digest: that of its text.
-        resume_dir: a peer's folder or a checkpoint to begin with; None: the run is a new one, or goes on.
-        is_fetched: whether that checkpoint was brought here from elsewhere, to begin with it.
+        resume_dir: a peer's folder or a checkpoint to begin with, unless the run there has begun so already; None: the
+            run is a new one, or goes on.
 
     Raises:
         ConfigError: the folder holds a run with other settings, or one that should be resumed from a checkpoint.
@@ -116,10 +114,10 @@ def found_or_go_on(
     if resume_dir is not None:
         checkpoint = load_resumed(resume_dir)
         _require_unfinished(checkpoint, config, resume_dir)
-        if is_fetched or not resume_dir.resolve().is_relative_to(folder.path.resolve()):
-            began_with = _named(checkpoint)
-        if began_with is not None and _began_so(_load_terms(folder.path), began_with, manifest, data_digest):
-            log.info("goes_on path=%s; its run began with this checkpoint, another --dir begins anew", folder.path)
+        began_with = _named(checkpoint)
+        is_own = resume_dir.resolve() == folder.path.resolve() and _is_of_this_run(checkpoint, folder)
+        if _began_so(_load_terms(folder.path), None if is_own else began_with, manifest, data_digest):
+            log.info("goes_on path=%s; its run has been resumed so before, another --dir begins anew", folder.path)
             resume_dir = None
         else:
             with _disk_errors(folder.path):
@@ -150,10 +148,19 @@ def _named(checkpoint: Checkpoint) -> str:
     return f"{meta.run_id} {meta.outer_step} {meta.digest.hex()}"
 
 
-def _began_so(saved: _SavedTerms | None, began_with: str, manifest: bytes, data_digest: str) -> bool:
-    """Whether this folder's run is what the same command has begun before."""
-    told = (began_with, manifest.decode(), data_digest)
-    return saved is not None and (saved.began_with, saved.manifest, saved.data_digest) == told
+def _is_of_this_run(checkpoint: Checkpoint, folder: PeerFolder) -> bool:
+    run = folder.load_run()
+    return run is not None and checkpoint.meta.run_id == run.run_id
+
+
+def _began_so(saved: _SavedTerms | None, began_with: str | None, manifest: bytes, data_digest: str) -> bool:
+    """Whether this folder's run is what the same command has begun before, with this checkpoint.
+
+    None: with any. A run that was resumed in its own folder has newer checkpoints there by now.
+    """
+    if saved is None or saved.began_with is None or began_with not in (None, saved.began_with):
+        return False
+    return (saved.manifest, saved.data_digest) == (manifest.decode(), data_digest)
 
 
 def _require_unfinished(checkpoint: Checkpoint, config: Config, resume_dir: Path) -> None:

@@ -127,7 +127,7 @@ async def prepare(options: PeerOptions | CoordinatorOptions, folder: PeerFolder)
                 if isinstance(options, PeerOptions):
                     text = await complete(text, folder.path, config, None)
             data_digest = NO_TEXT_DIGEST if text is None else text.corpus.digest
-            founded = found_or_go_on(folder, config, data_digest, resume_dir, is_fetched=is_url(resume_from or ""))
+            founded = found_or_go_on(folder, config, data_digest, resume_dir)
             security = _coordinators_security(me, founded, config, folder.load_certificate())
             return start(config=config, terms=founded.terms, text=text, security=security, founded=founded)
         case Joining(ticket=ticket):

@@ -55,9 +55,9 @@ def found(folder: PeerFolder, config: Config = CONFIG, corpus: Corpus = CORPUS, 
     return found_or_go_on(folder, config, corpus.digest, resume)
 
 
-def start(folder: PeerFolder, resume: Path | None = None) -> Founded:
+def start(folder: PeerFolder, config: Config = CONFIG, resume: Path | None = None) -> Founded:
     """A start that got as far as a coordinator's: terms kept, a journal there."""
-    founded = found(folder, resume=resume)
+    founded = found(folder, config, resume=resume)
     (folder.path / JOURNAL_NAME).write_bytes(founded.run.run_id.encode())
     remember_terms(folder, founded.terms, "127.0.0.1:1234", began_with=founded.began_with)
     return founded
@@ -182,6 +182,21 @@ def test_the_same_command_again_goes_on_with_what_it_began_from_elsewhere(folder
     assert not (folder.path / "lineage-1").exists()
 
 
+def test_the_same_command_again_goes_on_with_what_it_resumed_in_its_own_folder(folder: PeerFolder) -> None:
+    first = start(folder)
+    store = save_checkpoints(folder.path, 10)
+    begun = start(folder, resume=folder.path)
+    assert begun.run != first.run
+    assert start(folder, resume=folder.path).run == begun.run, "before it has a checkpoint of its own"
+    meta = CheckpointMeta(run_id=begun.run.run_id, outer_step=20, digest=bytes(32), run_manifest=b"{}", next_index=0)
+    store.save(meta, {"anchor": torch.zeros(4)})
+    again = start(folder, resume=folder.path)
+    assert again.run == begun.run, "and after"
+    assert again.checkpoint is not None
+    assert again.checkpoint.meta.outer_step == 20
+    assert start(folder, resume=store.path_of(20)).run != begun.run, "one that is named is another beginning"
+
+
 def test_another_checkpoint_from_elsewhere_or_other_settings_begin_anew(folder: PeerFolder, tmp_path: Path) -> None:
     elsewhere = save_checkpoints(tmp_path / "elsewhere", 10, 12)
     begun = start(folder, resume=elsewhere.path_of(10))
@@ -244,7 +259,9 @@ def test_another_runs_checkpoints_are_no_state_of_a_run_that_is_founded_beside_t
 def test_every_lineage_is_kept(folder: PeerFolder) -> None:
     runs = [start(folder).run.run_id]
     save_checkpoints(folder.path, 10)
-    runs += [start(folder, resume=folder.path).run.run_id for _ in range(3)]
+    for steps in range(CONFIG.run.outer_steps + 1, CONFIG.run.outer_steps + 4):  # the same settings would go on
+        more = load_config(overrides=[Override("run.outer_steps", str(steps), "--run.outer_steps")]).config
+        runs.append(start(folder, more, resume=folder.path).run.run_id)
     kept = [(folder.path / f"lineage-{number}" / JOURNAL_NAME).read_text() for number in (1, 2, 3)]
     assert [*kept, (folder.path / JOURNAL_NAME).read_text()] == runs
     assert len(set(runs)) == 4
