@@ -276,7 +276,7 @@ def test_a_second_coordinator_of_a_run_is_refused_with_a_sentence(tmp_path: Path
         assert ",127.0.0.1:" in sentence
         assert first.is_running
         first.signal(signal.SIGINT)
-        assert run.until_ended(first) == [0]
+        assert run.until_ended(first) == [LEFT]
 
 
 def test_a_standby_that_takes_over_knows_who_is_banned_and_lets_in_who_is_not(tmp_path: Path) -> None:
