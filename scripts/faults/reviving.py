@@ -121,7 +121,6 @@ class Reviver:
             server.heal(victim)
         if kind != "kill":
             await server.step(self._mode)  # the victim is back, but not in this view
-            await server.settle(victim)
         for _ in range(_MAX_RETURNS):
             await self._fill_up()
             outcome = await server.step(self._mode)
@@ -135,6 +134,9 @@ class Reviver:
             site = self._server.sites.get(number)
             if site is None or not site.is_alive:
                 site = await self._server.launch(number)
+            if not site.is_member:
+                await self._server.settle(site)
+                await self._server.judge(site)
             site.is_member = True
 
 

@@ -93,6 +93,15 @@ class ViewServer(Keeper):
                 self.tally.note("silent", f"{site} never reported {key}")
             site.owed.clear()
 
+    async def judge(self, site: Site) -> None:
+        """Have judged what a peer that was put out has finished: some of it may have come after it was last asked.
+
+        Its next input takes their place.
+        """
+        site.tell(Check())
+        if not await self.until(lambda: not site.is_alive or all(s is not site for s, _ in self._unchecked), WORD_S):
+            raise FaultBenchError("a peer that comes back does not check its results")
+
     async def _prepare(self, mode: Mode) -> None:
         sites, step = self.living(), self._step
         self._ready.clear()
