@@ -78,8 +78,8 @@ async def _operate(server: ViewServer, story: Churn, until: float) -> None:
         last = outcome.finished_at
         world_size = len(outcome.sites)
         story.world_sizes[world_size] = story.world_sizes.get(world_size, 0) + 1
-        for site in server.sites.values():
-            site.is_member = True  # a machine this busy makes a good peer look lost
+        for site in list(server.sites.values()):
+            await server.readmit(site)  # a machine this busy makes a good peer look lost
 
 
 async def _act(server: ViewServer, rng: random.Random, story: Churn, max_peers: int) -> None:

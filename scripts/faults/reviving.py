@@ -134,10 +134,7 @@ class Reviver:
             site = self._server.sites.get(number)
             if site is None or not site.is_alive:
                 site = await self._server.launch(number)
-            if not site.is_member:
-                await self._server.settle(site)
-                await self._server.judge(site)
-            site.is_member = True
+            await self._server.readmit(site)
 
 
 def _parts(outcome: Outcome, fault_at: float, ended_at: float) -> dict[str, float]:

@@ -93,14 +93,19 @@ class ViewServer(Keeper):
                 self.tally.note("silent", f"{site} never reported {key}")
             site.owed.clear()
 
-    async def judge(self, site: Site) -> None:
-        """Have judged what a peer that was put out has finished: some of it may have come after it was last asked.
+    async def readmit(self, site: Site) -> None:
+        """Make it a member again if it was put out.
 
-        Its next input takes their place.
+        What it has finished is judged before: some of it may have come after it was last asked, and its next input takes
+        the place of that.
         """
+        if site.is_member or not site.is_alive:
+            return
+        await self.settle(site)
         site.tell(Check())
         if not await self.until(lambda: not site.is_alive or all(s is not site for s, _ in self._unchecked), WORD_S):
             raise FaultBenchError("a peer that comes back does not check its results")
+        site.is_member = True
 
     async def _prepare(self, mode: Mode) -> None:
         sites, step = self.living(), self._step
