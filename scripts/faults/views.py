@@ -96,8 +96,8 @@ class ViewServer(Keeper):
     async def readmit(self, site: Site) -> None:
         """Make it a member again if it was put out.
 
-        What it has finished is judged before: some of it may have come after it was last asked, and its next input takes
-        the place of that.
+        What it has finished is judged before: some of it may have come after it was last asked, and its next input
+        takes the place of that.
         """
         if site.is_member or not site.is_alive:
             return
