@@ -11,12 +11,14 @@ import msgspec
 from msgspec import Meta
 
 from isthmus.collective.core.types import OuterStep, PeerId
-from isthmus.collective.transport.wire import MAX_WEIGHT
 from isthmus.elastic.core.messages import Digest, Held, Natural
 from isthmus.elastic.state.digest import StateManifest
 
-CountedWeight = Annotated[float, Meta(ge=0.0, le=MAX_WEIGHT)]
-"""What a part was counted with: a member's work, times the factor that its method has put on it."""
+CountedWeight = Annotated[float, Meta(ge=0.0, le=2.0**64)]
+"""What a part was counted with: a member's work, times the factor that its method has put on it.
+
+At most `MAX_WEIGHT` of collective/transport/wire.py, which would load torch here.
+"""
 
 
 class ResultChunk(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

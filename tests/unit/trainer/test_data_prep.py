@@ -235,6 +235,11 @@ def test_progress_reaches_the_whole(tmp_path: Path) -> None:
     assert told[-1].done_nbytes == told[-1].total_nbytes == source.stat().st_size
 
 
+def test_a_process_that_prepares_does_not_load_torch() -> None:
+    asked = "import sys, isthmus.trainer.data.prep.lot_process; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-P", "-c", asked], check=False).returncode == 0
+
+
 @pytest.mark.timeout(1800)
 def test_much_text_is_prepared_within_a_gigabyte(tmp_path: Path) -> None:
     """ISTHMUS_TEST_PREP=200MB is what the README promises; less text takes less time, and the same limit."""
