@@ -14,7 +14,7 @@ user=10001
 
 finish() { # with this exit code, or with 0 where the engine would restart in vain
     case ${ON_FAILURE:-}:$1 in
-        1:2 | 1:3 | 1:5 | 1:6 | 1:8 | 1:9 | 1:20 | 1:130)
+        1:2 | 1:3 | 1:5 | 1:8 | 1:9 | 1:20 | 1:130)
             echo "entrypoint: exit code $1, which no restart cures: ending with 0" >&2
             exit 0
             ;;

@@ -228,7 +228,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         try:
             import matplotlib  # noqa: F401 - better now than after half an hour
         except ImportError:
-            parser.error("--plot needs matplotlib: pip install 'isthmus[plot]'")
+            parser.error("--plot needs matplotlib: pip install '.[plot]'")
     return options
 
 

@@ -16,8 +16,6 @@ traceback. Everything else is our bug: exit code 1, traceback, story. Must not k
     │   └── NothingRuns              no daemon of ours in this folder
     ├── Refused                  5   version, manifest
     │   └── TicketRefused            the ticket (trainer/contact/ticket.py says why)
-    ├── EvictedForGood           6
-    ├── BelowQuorum              7
     ├── TrainingFault            8   e.g. the loss is not finite
     ├── IntegrityError           9
     │   └── CheckpointCorrupted      bytes on the disk are not what was written
@@ -42,13 +40,11 @@ class ExitCode(enum.IntEnum):
     ENVIRONMENT = 3
     NOBODY_REACHABLE = 4
     REFUSED = 5
-    EVICTED = 6
-    BELOW_QUORUM = 7
+    NO_STATE = 7
     TRAINING_FAULT = 8
     INTEGRITY = 9
     WORKER_CRASHED = 10
     LEFT = 20
-    PREEMPTED = 21
     FORCED = 130
 
 
@@ -56,9 +52,8 @@ RESTARTABLE = frozenset(
     {
         ExitCode.UNEXPECTED,
         ExitCode.NOBODY_REACHABLE,
-        ExitCode.BELOW_QUORUM,
+        ExitCode.NO_STATE,
         ExitCode.WORKER_CRASHED,
-        ExitCode.PREEMPTED,
     }
 )
 
@@ -192,18 +187,6 @@ class Refused(IsthmusError):
     def __init__(self, problem: str, *, cure: str = "", fields: Sequence[str] = ()) -> None:
         super().__init__(problem, cure=cure)
         self.fields = tuple(fields)
-
-
-class EvictedForGood(IsthmusError):
-    """The others put us out and will not take us back."""
-
-    exit_code = ExitCode.EVICTED
-
-
-class BelowQuorum(IsthmusError):
-    """Too few peers are left to go on; the state is safe."""
-
-    exit_code = ExitCode.BELOW_QUORUM
 
 
 class TrainingFault(IsthmusError):

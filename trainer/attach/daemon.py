@@ -21,7 +21,7 @@ from isthmus.trainer.errors import ExitCode
 from isthmus.trainer.workers.loop import SOCKET_NAME, LoopFacts, write_facts
 from isthmus.trainer.workers.shared_buffer import SharedBuffer
 
-_ORDERLY = frozenset({ExitCode.DONE, ExitCode.LEFT, ExitCode.PREEMPTED})
+_ORDERLY = frozenset({ExitCode.DONE, ExitCode.LEFT})
 _STOP_S = 10.0
 
 

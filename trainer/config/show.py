@@ -9,6 +9,7 @@ import json
 import typing
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Literal
 
 from pydantic.fields import FieldInfo
 
@@ -116,10 +117,23 @@ def _entries(section: Section, table: str, field: FieldInfo) -> Iterator[Entry]:
             tables.append((f"{table}.{key}", value, info))
             continue
         is_choice = name == "type" and len(choices) > 1
-        meaning = f"One of {', '.join(choices)}." if is_choice else " ".join((info.description or "").split())
+        meaning = f"One of {', '.join(choices)}." if is_choice else _meaning(info)
         yield Entry(table, key, _toml_value(name, values[key]) if key in values else "", meaning)
     for inner_table, value, info in tables:
         yield from _entries(value, inner_table, info)
+
+
+def _meaning(info: FieldInfo) -> str:
+    """The docstring of a key, and the words that it takes, if it takes no others."""
+    words = _words_in(info.annotation)
+    listed = f" One of {', '.join(words)}." if len(words) > 1 else ""
+    return " ".join((info.description or "").split()) + listed
+
+
+def _words_in(annotation: object) -> list[str]:
+    if typing.get_origin(annotation) is Literal:
+        return [word for word in typing.get_args(annotation) if isinstance(word, str)]
+    return [word for part in typing.get_args(annotation) for word in _words_in(part)]
 
 
 def _sections_in(field: FieldInfo) -> list[type[Section]]:

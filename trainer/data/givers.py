@@ -147,7 +147,7 @@ def _library() -> ModuleType:
         import fsspec
     except ImportError as error:
         raise EnvironmentFault(
-            "the text is at a URL, and the fsspec library is not installed", cure="pip install 'isthmus[fsspec]'"
+            "the text is at a URL, and the fsspec library is not installed", cure="pip install 'fsspec[http]'"
         ) from error
     module: ModuleType = fsspec
     return module

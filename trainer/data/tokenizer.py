@@ -160,5 +160,5 @@ def _library() -> ModuleType:
     try:
         import tokenizers
     except ImportError as error:
-        raise EnvironmentFault("the tokenizers library is not installed", cure="pip install 'isthmus[data]'") from error
+        raise EnvironmentFault("the tokenizers library is not installed", cure="pip install tokenizers") from error
     return tokenizers

@@ -67,7 +67,7 @@ def transformers() -> ModuleType:
         import transformers
     except ImportError as error:
         raise EnvironmentFault(
-            'model.type = "hf" needs transformers, which is not installed here', cure="pip install 'isthmus[hf]'"
+            'model.type = "hf" needs transformers, which is not installed here', cure="pip install transformers"
         ) from error
     logging.getLogger("transformers").setLevel(logging.ERROR)  # its advice is for those who call it
     transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]

@@ -7,6 +7,7 @@ from pathlib import Path
 from isthmus.trainer.config.keys import KNOWN_KEYS
 from isthmus.trainer.config.methods import methods
 from isthmus.trainer.config.reference import as_reference
+from isthmus.trainer.config.show import as_template
 
 PAGE = Path(__file__).parents[3] / "trainer" / "CONFIG.md"
 
@@ -33,3 +34,10 @@ def test_what_only_some_types_have_and_what_differs_between_them_is_told() -> No
     assert '| `decay_steps` | `"none"` | ' in page
     assert "Only with inner.schedule.type wsd. |" in page
     assert "`[0.9, 0.99]` (adamw, muon), `[0.9, 0.9999]` (adopt)" in page
+
+
+def test_the_words_that_a_key_takes_are_told() -> None:
+    assert "One of raw, bf16, int8, e3m0, twobit. |" in as_reference()
+    template = " ".join(as_template().replace("\n#", "").split())
+    assert "One of raw, bf16, int8, e3m0, twobit. codec =" in template
+    assert "One of auto, on, off. tls =" in template

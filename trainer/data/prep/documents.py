@@ -294,7 +294,7 @@ def _pyarrow(path: Path, module: str) -> ModuleType:
         return importlib.import_module(f"pyarrow.{module}")
     except ImportError as error:
         raise EnvironmentFault(
-            f"{path} is a table, and pyarrow, which reads it, is not installed", cure="pip install 'isthmus[data]'"
+            f"{path} is a table, and pyarrow, which reads it, is not installed", cure="pip install pyarrow"
         ) from error
 
 
