@@ -199,11 +199,12 @@ class History:
                 pass
 
     def installed(self, node: "PeerNode", effect: InstallStaged) -> None:
-        if effect.held not in self.given_up or effect.key.epoch > self.rebuilt_epoch:
+        has_not_heard = effect.held in self.given_up and effect.key.epoch <= self.rebuilt_epoch
+        if not has_not_heard:
             self._known(effect.held, "an install")
         # Of who weighed nothing an attempt with it and one without it make the same state.
-        is_made = effect.key in self.commits or self.states.get(effect.held.outer_step) == effect.held.digest
-        demand(is_made, "I3", "{} installs a round that is not committed", node.ref)
+        is_made = has_not_heard or self.states.get(effect.held.outer_step) == effect.held.digest
+        demand(effect.key in self.commits or is_made, "I3", "{} installs a round that is not committed", node.ref)
 
     def coordinator_settled(self, machine: CoordinatorMachine) -> None:
         if machine.is_rebuilding:
