@@ -71,7 +71,7 @@ def test_what_a_rebuild_makes_void_is_void_though_a_copy_of_a_folder_has_answere
     assert Simulator(6893, options=options).run().violation is None
 
 
-def test_who_weighed_nothing_may_install_what_others_committed_without_it_before_it_hears_that_the_run_went_back() -> None:
+def test_who_weighed_nothing_may_install_what_others_committed_before_it_hears_that_the_run_went_back() -> None:
     # The checker knew the round of the commit, and not that of the attempt, which made the same state.
     assert Simulator(86089).run().violation is None
 
