@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""One peer of `scripts/bench join`: everything of a peer but its workers. It says what happens as lines of JSON.
+"""One peer of `scripts/bench join` and `commit`: everything of a peer but its workers. It says in JSON what happens.
 
 The daemon's own parts (communicator, outer state, round runner, membership, donor, journal) move a synthetic model;
 where workers would train, the process sleeps, as a daemon does whose GPUs train. So on a machine with few cores the
@@ -11,7 +11,7 @@ transfer and their effect on each other. `t` is CLOCK_MONOTONIC, which all proce
     {"event": "catching_up" | "caught_up", "t": ..., "outer_step": ..., "nbytes": ..., "seconds": ...}
     {"event": "active", "t": ..., "outer_step": ...}
     {"event": "disturbed", "t": ..., "cause": ...}
-    {"event": "committed", "t": ..., "outer_step": ..., "handed_in": ..., "weights": {peer id: weight}, "digest": ...}
+    {"event": "committed", "t": t, "outer_step": ..., "handed_in": t, "voted": t, "weights": {...}, "digest": ...}
 """
 
 import asyncio
@@ -29,14 +29,13 @@ import torch
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from isthmus.collective import BulkOptions, Communicator
-from isthmus.collective.core.types import Incarnation, PeerId, PeerRef, RoundKey
+from isthmus.collective.core.types import Incarnation, PeerId, PeerRef
 from isthmus.collective.transport import Authority, Channel, Hello, HelloReply, Listener, Purpose, connect
 from isthmus.collective.transport.certificates import peer_id_of_key
 from isthmus.collective.transport.wire import PROTOCOL_VERSION
 from isthmus.elastic.core.config import CoordinatorConfig, MemberConfig
 from isthmus.elastic.core.events import RoundReady
 from isthmus.elastic.core.member import MemberMachine
-from isthmus.elastic.core.messages import Held
 from isthmus.elastic.donor.commit_log import CommitLog
 from isthmus.elastic.donor.donor import Donor
 from isthmus.elastic.errors import NotAMember
@@ -46,8 +45,10 @@ from isthmus.elastic.observation import (
     BecameLearner,
     CatchUpEnded,
     CatchUpStarted,
+    CertificateKept,
     Observation,
     RoundBroke,
+    RoundStaged,
 )
 from isthmus.elastic.shell.coordinator import CoordinatorShell
 from isthmus.elastic.shell.member import Membership
@@ -63,6 +64,7 @@ from isthmus.trainer.engine.outer_state import OuterState
 from isthmus.trainer.engine.outer_step_runner import OuterStepRunner
 from isthmus.trainer.engine.round_exchange import Payload, RoundExchange
 from isthmus.trainer.threads import in_thread
+from scripts.join_keepers import DiskKeeper, MemoryKeeper, NoKeys
 
 RUN_ID = "bench-join"
 TERMS = b"j" * 32
@@ -89,24 +91,6 @@ def _first_parameters(numel: int) -> torch.Tensor:
     return torch.randn(numel, generator=torch.Generator().manual_seed(99)).mul_(0.02)
 
 
-class MemoryKeeper:
-    """Keeps results for learners alone: whatever ends this process ends them."""
-
-    def __init__(self, log: CommitLog) -> None:
-        self._log = log
-
-    def founded(self, held: Held) -> None:
-        """Nothing to keep."""
-
-    async def before_vote(self, key: RoundKey, entry: CommitEntry) -> None:
-        """Nothing to wait for."""
-
-    def committed(self, previous: bytes, entry: CommitEntry) -> None:
-        """For learners that are a few steps behind."""
-        del previous
-        self._log.append(entry)
-
-
 class Peer:
     """See the module.
 
@@ -120,6 +104,9 @@ class Peer:
         inner_s: between two rounds.
         journal: file of number 0.
         heartbeat_timeout_s: of the coordinator.
+        start_peers: with which the run begins.
+        signs: whether votes and commits are signed and sealed.
+        folder: where results and certificates are kept, in a folder of each peer; None: in memory, and nowhere.
     """
 
     def __init__(
@@ -134,8 +121,11 @@ class Peer:
         inner_s: float,
         journal: str,
         heartbeat_timeout_s: float,
+        start_peers: int = 3,
+        signs: bool = True,
+        folder: str | None = None,
     ) -> None:
-        self._key = key_of(number)
+        self._key, self._signs, self._start_peers = key_of(number), signs, start_peers
         self._me = PeerRef(peer_id_of(number), Incarnation(1))
         self._number, self._host, self._coordinator_at, self._inner_s = number, host, coordinator, inner_s
         self._journal, self._heartbeat_timeout_s = journal, heartbeat_timeout_s
@@ -152,12 +142,16 @@ class Peer:
         self._communicator = Communicator(
             me=self._me, hello=self._bulk_hello, options=BulkOptions(), chunk_nbytes=1 << 20
         )
+        self._keeper = MemoryKeeper(self._log)
+        if folder is not None:
+            self._keeper = DiskKeeper(self._log, Path(folder) / str(number), RUN_ID, self._state)
+        self._voted = 0.0
         self._donor = Donor(self._state, self._log, exchanged=self._communicator.progress)
         self._payload = torch.randn(numel, generator=torch.Generator().manual_seed(number)).mul_(1e-3)
         self._runner = OuterStepRunner(
             communicator=self._communicator,
             state=self._state,
-            keeper=MemoryKeeper(self._log),
+            keeper=self._keeper,
             exchanges=RoundExchange(self._communicator, codec=codec),
             initial_parameters=lambda: in_thread(_first_parameters, numel),
             on_exchanged=lambda _key, _stats: None,
@@ -182,7 +176,7 @@ class Peer:
                     self._me,
                     listener.address,
                     TERMS,
-                    signer=PeerSigner(self._key, RUN_ID, lambda: (AUTHORITY.certificate,)),
+                    signer=PeerSigner(self._key, RUN_ID, lambda: (AUTHORITY.certificate,)) if self._signs else NoKeys(),
                 ),
                 coordinators=(self._coordinator_at or listener.address,),
                 dial=self._dial,
@@ -192,15 +186,17 @@ class Peer:
                 hasher=self._hasher,
                 observe=self._observe,
             )
+            if isinstance(self._keeper, DiskKeeper):
+                tasks.create_task(self._keeper.run())
             tasks.create_task(self._train(membership))
             await membership.run()
 
     def _terms(self) -> CoordinatorConfig:
         return CoordinatorConfig(
             manifest_digest=TERMS,
-            sealer=RunSealer(AUTHORITY, RUN_ID, lambda: (AUTHORITY.certificate,)),
+            sealer=RunSealer(AUTHORITY, RUN_ID, lambda: (AUTHORITY.certificate,)) if self._signs else NoKeys(),
             outer_steps=1_000_000,
-            start_peers=3,
+            start_peers=self._start_peers,
             min_peers=2,
             heartbeat_timeout_s=self._heartbeat_timeout_s,
             suspect_silence_s=1.0,
@@ -242,6 +238,7 @@ class Peer:
             "committed",
             outer_step=committed.held.outer_step,
             handed_in=handed_in,
+            voted=self._voted,
             weights=dict(entry.rounds[0].weights),
             digest=committed.held.digest.hex(),
         )
@@ -254,6 +251,10 @@ class Peer:
                 tell("caught_up", outer_step=step, nbytes=nbytes, seconds=seconds, cause=cause)
             case BecameActive(outer_step=step, members=members):
                 tell("active", outer_step=step, world_size=len(members))
+            case RoundStaged():
+                self._voted = time.monotonic()
+            case CertificateKept(certificate=certificate) if isinstance(self._keeper, DiskKeeper):
+                self._keeper.certified(certificate)
             case BecameLearner(cause=cause) | RoundBroke(cause=cause):
                 tell("disturbed", cause=cause)
             case _:
