@@ -106,7 +106,7 @@ def sample(
     top_k: Annotated[
         int | None, typer.Option(help="Draw among the k likeliest only.", min=1, show_default=False)
     ] = None,
-    seed: Annotated[int, typer.Option(help="Of the draws.")] = 0,
+    seed: Annotated[int, typer.Option(help="Of the draws.", min=0, max=2**63 - 1, metavar="<int>")] = 0,
 ) -> int:
     """Let a model continue a text."""
     from isthmus.trainer.data.tokenizer import Bytes, FileTokenizer, Tokenizer

@@ -177,6 +177,7 @@ def assert_one_sentence(done: subprocess.CompletedProcess[str], code: int, *part
         (["status", "--inner.lr", "1"], ["no such option --inner.lr", "isthmus status takes no configuration"]),
         (["sample", "x", "--model", "nowhere"], ["nowhere"]),
         (["sample", "x", "--top-k", "0"], ["--top-k"]),
+        (["sample", "x", "--seed", str(2**63)], ["--seed"]),
         (["export"], ["there is no run under runs/ here"]),
         (["export", "--dir", "nowhere"], ["nowhere holds no checkpoint"]),
         (["audit"], ["missing argument 'RUNDIR...'"]),
