@@ -19,6 +19,7 @@ traceback. Everything else is our bug: exit code 1, traceback, story. Must not k
     ├── TrainingFault            8   e.g. the loss is not finite
     ├── IntegrityError           9
     │   └── CheckpointCorrupted      bytes on the disk are not what was written
+    ├── LoopLeft                 20  a loop of somebody's own has ended before its run
     └── WorkerCrashed            10
         ├── WorkerDiverged           its values are no numbers any more
         └── WorkerOutOfMemory        what it was asked for does not fit
@@ -239,6 +240,12 @@ class WorkerDiverged(WorkerCrashed):
 
 class WorkerOutOfMemory(WorkerCrashed):
     """What a worker was asked for does not fit into the memory of its device."""
+
+
+class LoopLeft(IsthmusError):
+    """The loop of somebody's own that trained here has ended in order, before its run."""
+
+    exit_code = ExitCode.LEFT
 
 
 def operator_error(error: BaseException) -> IsthmusError | None:

@@ -2,7 +2,7 @@
 """A training loop of one's own for test_attach.py, tiny and exact. Not a test.
 
     python tests/multiprocess/attached.py [--optimizer sgd] [--dim 12] [--tokens-per-sample 1]
-        [--stand-still-at STEP] [--nan-at STEP]
+        [--stand-still-at STEP] [--nan-at STEP] [--end-at STEP]
 
 Its lines: "at STEP DIGEST" with the parameters that a step begins with, "own STEP" of those after the session, and at
 last "ends DIGEST". It learns a matrix by heart. Under torchrun the model is cut by FSDP2 over the processes.
@@ -65,13 +65,14 @@ def tell(*words: object) -> None:
 
 
 def main() -> None:
-    """Train until the session is over, and two steps more."""
+    """Train until the session is over or `--end-at`, and two steps more."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--optimizer", choices=OPTIMIZERS, default="adamw")
     parser.add_argument("--dim", type=int, default=12)
     parser.add_argument("--tokens-per-sample", type=int, default=1)
     parser.add_argument("--stand-still-at", type=int)
     parser.add_argument("--nan-at", type=int, help="from this inner step on its values are no numbers")
+    parser.add_argument("--end-at", type=int, help="an inner step after which it ends, though its run goes on")
     given = parser.parse_args()
     model = Mixer(given.dim)
     if dist.is_torchelastic_launched():
@@ -97,7 +98,10 @@ def main() -> None:
             session.report(train(indices))
             if given.nan_at is not None and session.inner_step >= given.nan_at:
                 model.head.weight.data.fill_(float("nan"))
+            step = session.inner_step
             optimizer.step()
+            if given.end_at is not None and step >= given.end_at:
+                break
         tell("ends", digest_of(model))
     for step in range(2):
         train(list(range(BATCH_SIZE)))

@@ -203,6 +203,36 @@ def test_a_founders_loop_that_is_killed_takes_its_coordinator_along_and_is_start
     assert_same_commits(founder, other)
 
 
+def test_a_founders_loop_that_ends_before_its_run_leaves_the_coordinator_to_the_others(tmp_path: Path) -> None:
+    with running(tmp_path) as run:
+        flags = ("--peers", "2", "--min-peers", "2", "--outer-steps", "8", "--outer.inner-steps", "5")
+        founder = run.found_loop(*flags, program=(*TINY, "--end-at", "12"))
+        run.wait_for_ticket()
+        (daemon,) = founder.children()
+        other = run.join_loop(program=TINY)
+        assert run.until_ended(founder) == [0]
+        assert _told(founder, "^own (.)$") == ["0", "1"]
+        run.until("goodbye", lambda: bool(founder.events("leave", code=LEFT)))
+        assert daemon in run.alive()  # found before: it ended with its loop, and the others with code 4
+        run.until("log of its own", lambda: _output_of(daemon) == {founder.directory / "daemon.log"})
+        late = run.join_loop(program=TINY)  # by then the other one waits for a second peer
+        assert run.until_ended(other, late) == [0, 0], run.story()
+        run.until("end of the daemon", lambda: daemon not in run.alive())
+        _audit(run, founder, other, late)
+    assert not founder.events("failed")
+    assert set(assert_same_commits(founder, other, late)) == set(range(1, 9))
+    assert _ends(other) == _ends(late)
+    (said,) = [line for line in founder.outcome().err.splitlines() if line.startswith("isthmus: ")]
+    assert f"left at outer step {founder.step}" in said
+    assert f"process {daemon} coordinates the others" in said
+    assert said.endswith(f"isthmus leave --now --dir {founder.directory.name} ends it")
+
+
+def _output_of(pid: int) -> set[Path]:
+    """Where a process writes what it says."""
+    return {Path(f"/proc/{pid}/fd/{descriptor}").readlink() for descriptor in (1, 2)}
+
+
 def _kill_with_daemon(run: Run, process: Process) -> None:
     (daemon,) = process.children()
     process.kill()

@@ -18,11 +18,12 @@ from pathlib import Path
 
 from isthmus.trainer.contact.ticket import COMMAND_VARIABLE
 from isthmus.trainer.errors import ExitCode
-from isthmus.trainer.workers.loop import SOCKET_NAME, LoopFacts, write_facts
+from isthmus.trainer.workers.loop import SOCKET_NAME, LoopFacts, end_of, write_facts
 from isthmus.trainer.workers.shared_buffer import SharedBuffer
 
 _ORDERLY = frozenset({ExitCode.DONE, ExitCode.LEFT})
 _STOP_S = 10.0
+_LOOK_S = 0.1
 
 
 class RunEnded(RuntimeError):
@@ -81,6 +82,11 @@ class Daemon:
         """Its process id."""
         return self._process.pid
 
+    @property
+    def coordinates(self) -> bool:
+        """Whether the run's coordinator lives in it."""
+        return self.command == "up"
+
     def is_running(self) -> bool:
         """Whether it has not ended."""
         return self._process.poll() is None
@@ -103,6 +109,15 @@ class Daemon:
             RunEnded: not in order.
         """
         self.raise_if_bad(self._process.wait())
+
+    def wait_for_leave(self) -> None:
+        """Until its peer has left the run: it has ended then, or lives on for the others. People are told that."""
+        while (end := end_of(self.folder)) is None:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(_LOOK_S)
+                return
+        with contextlib.suppress(OSError):  # nobody reads it
+            print(f"isthmus: {end.cause}", file=sys.stderr, flush=True)  # noqa: T201
 
     def raise_if_bad(self, code: int | None = None) -> None:
         """Raise RunEnded if it has ended, and not in order."""

@@ -128,7 +128,7 @@ class Session:
 
     When the run is over, so is the session (`is_over`), and the loop is on its own: its parameters are what its peer
     had last. If the block is left before, the peer leaves at once, and what it trained since the last commit is lost;
-    `isthmus leave` hands it in first.
+    `isthmus leave` hands it in first. A founder's daemon coordinates on for the others; after an exception it ends too.
     """
 
     def __init__(
@@ -204,9 +204,10 @@ class Session:
         self._loss = loss.detach() if isinstance(loss, Tensor) else loss
 
     def close(self, *, now: bool = False) -> None:
-        """End the session; idempotent. Unless the run is over, or with `now`, the peer leaves at once.
+        """End the session; idempotent. Unless the run is over, the peer leaves at once.
 
-        A daemon that lives on for the others, as RunEnded has said, is left alone.
+        A founder's daemon lives on for the others, unless `now`, and a line on stderr says so. One that lives on
+        already, as RunEnded has said, is left alone.
 
         Raises:
             RunEnded: the run was over, and not in a good way.
@@ -216,13 +217,18 @@ class Session:
         self._is_closed = True
         for hook in self._hooks:
             hook.remove()
+        daemon = None if self._is_given_up else self._daemon
+        leaves = daemon is not None and daemon.coordinates and not (self._is_over or now)
+        if leaves:
+            self._channel.send(ipc.WorkerFailed(serial=0, kind="loop_left", problem="the loop has ended early"))
         self._channel.close()
         try:
-            if self._daemon is not None and not self._is_given_up:
-                if self._is_over and not now:
-                    self._daemon.wait()
-                else:
-                    self._daemon.stop()
+            if daemon is not None and leaves:
+                daemon.wait_for_leave()
+            elif daemon is not None and self._is_over and not now:
+                daemon.wait()
+            elif daemon is not None:
+                daemon.stop()
         finally:
             self._is_over = True
             if self._daemon is not None:

@@ -100,7 +100,7 @@ class Failed(Event, frozen=True):
 
 
 class LeaveAsked(Unfiled, frozen=True):
-    """The operator wants this process to leave in order."""
+    """The operator, or a loop that ends before its run, wants this process to leave in order."""
 
 
 class Counted(Unfiled, frozen=True):

@@ -13,6 +13,8 @@ import contextlib
 import dataclasses
 import logging
 import os
+import shlex
+from pathlib import Path
 
 import msgspec
 import torch
@@ -27,6 +29,7 @@ from isthmus.trainer.contact.office import Office
 from isthmus.trainer.contact.reach import Reach
 from isthmus.trainer.data.samples import samples_per_data_epoch
 from isthmus.trainer.errors import ExitCode, IsthmusError, leaves, operator_error
+from isthmus.trainer.files import open_private
 from isthmus.trainer.record.chronicle import Chronicle
 from isthmus.trainer.record.event_log import FILE_NAME, EventLog
 from isthmus.trainer.record.events import Coordinated, CoordinatorEnded, Counted, Failed, LeaveAsked, Started
@@ -34,6 +37,7 @@ from isthmus.trainer.record.figures import BLANK, Figures
 from isthmus.trainer.record.metrics import Metrics
 from isthmus.trainer.record.metrics_server import MetricsServer
 from isthmus.trainer.record.status import Status
+from isthmus.trainer.record.summary import shown
 from isthmus.trainer.record.translation import text_found
 from isthmus.trainer.run.connections import Reception
 from isthmus.trainer.run.control_socket import ControlServer
@@ -50,6 +54,8 @@ log = logging.getLogger(__name__)
 
 _FAREWELL_TIMEOUT_S = 20.0
 """How long a founder whose run is complete waits for the others to say goodbye."""
+_LOG_NAME = "daemon.log"
+"""In the folder of a process that has outlived its loop: what it would have said on the loop's terminal."""
 
 
 async def run_daemon(options: PeerOptions | CoordinatorOptions) -> int:
@@ -249,7 +255,7 @@ class _Process:
             is_complete = finish.code == ExitCode.DONE
             self._has_left = True
             self._seat.closing.clear()  # that was about the peer; from now on it is about the coordinator
-            owner = None if is_complete else self._start.loop
+            owner = None if is_complete or self._goes_on_for_others(finish) else self._start.loop
             await self._everybody_gone(timeout_s=_FAREWELL_TIMEOUT_S if is_complete else None, owner=owner)
         if finish.code not in (ExitCode.DONE, ExitCode.LEFT):
             raise _Ended(finish)
@@ -259,16 +265,38 @@ class _Process:
         try:
             return await peer.run()
         except (IsthmusError, ExceptionGroup) as error:
-            loop, known = self._start.loop, operator_error(error)
+            known = operator_error(error)
             cause, code = str(known or leaves(error)[0]), ExitCode.UNEXPECTED if known is None else known.exit_code
             # A loop must not stand in its step meanwhile. Found before: one did, without a deadline; and the process of
             # one that was dead coordinated on, so that nobody could start it again in its folder.
-            if self._seat is not None and (loop is None or loop.give_up(LoopEnd(exit_code=code, cause=cause))):
+            if self._seat is not None and self._outlives_loop(LoopEnd(exit_code=code, cause=cause)):
                 # The workers here are lost, the run is not: the others need the coordinator until they are done.
                 log.error("peer_failed cause=%r; interrupt to end the coordinator too", cause)  # noqa: TRY400
                 self._seat.closing.clear()
                 await self._everybody_gone(timeout_s=None)
             raise
+
+    def _goes_on_for_others(self, finish: Finish) -> bool:
+        """Whether the loop has ended before the run, others are there, and the loop knows that they are cared for."""
+        if self._peer is None or not self._peer.has_lost_loop or not self._num_others:
+            return False
+        folder = shown(self._start.options.run_dir)
+        cause = (
+            f"the loop has ended before its run ({finish.reason}); process {os.getpid()} coordinates the others until "
+            f"they end, and its log is {os.path.join(folder, _LOG_NAME)}; "
+            f"isthmus leave --now --dir {shlex.quote(folder)} ends it"
+        )
+        return self._outlives_loop(LoopEnd(exit_code=finish.code, cause=cause))
+
+    def _outlives_loop(self, end: LoopEnd) -> bool:
+        """Whether this process may go on without its loop, if it has one; that is told, and lets go of its terminal."""
+        loop = self._start.loop
+        if loop is None:
+            return True
+        if not loop.give_up(end):
+            return False
+        _write_to(self._start.options.run_dir / _LOG_NAME)
+        return True
 
     async def _everybody_gone(self, *, timeout_s: float | None, owner: Loop | None = None) -> None:
         """Coordinate for as long as somebody is there, and the owner; or until this process is asked to stop."""
@@ -298,10 +326,8 @@ class _Process:
         """How it is now."""
         peer, office = self._peer, self.office
         leaving = None if peer is None else peer.farewell.status()
-        if leaving is not None and self._has_left and self._seat is not None and self._seat.coordinator is not None:
-            now = self._seat.coordinator.status()
-            num_others = len({*(member.ref for member in now.view.members), *now.learners})
-            leaving = msgspec.structs.replace(leaving, waits_for="others", num_others=num_others)
+        if leaving is not None and self._has_left and self._seat is not None:
+            leaving = msgspec.structs.replace(leaving, waits_for="others", num_others=self._num_others)
         status = self._chronicle.status(() if peer is None else peer.connections.communicator.links())
         if peer is None and office is not None:
             status = office.of_its_own(status)
@@ -325,9 +351,28 @@ class _Process:
             self._peer.farewell.leave(now=now)
 
     @property
+    def _num_others(self) -> int:
+        """How many are in the run, once this process's peer has left it."""
+        if self._seat is None or self._seat.coordinator is None:
+            return 0
+        now = self._seat.coordinator.status()
+        return len({*(member.ref for member in now.view.members), *now.learners})
+
+    @property
     def office(self) -> Office | None:
         """Whom an operator asks about the run, where its coordinator lives."""
         return None if self._seat is None else self._seat.office
+
+
+def _write_to(path: Path) -> None:
+    """Write there from now on. Else the loop's pipe would stay open, and its reader would wait for this process."""
+    try:
+        file = open_private(path, "ab")
+    except OSError:
+        file = open(os.devnull, "ab")  # noqa: SIM115 - closed below
+    with file:
+        for descriptor in (1, 2):
+            os.dup2(file.fileno(), descriptor)
 
 
 class _Ended(IsthmusError):

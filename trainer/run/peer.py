@@ -9,6 +9,7 @@ It must not know how a run was found or founded (preparation.py), nor what a com
 
 import asyncio
 import logging
+from collections.abc import Coroutine
 from dataclasses import dataclass, field
 
 import msgspec
@@ -42,8 +43,9 @@ from isthmus.trainer.engine.sample_feed import SampleFeed
 from isthmus.trainer.engine.state_version import has_anchor
 from isthmus.trainer.engine.training_loop import LoopTerms, TrainingLoop
 from isthmus.trainer.engine.worker_values import WorkerValues
-from isthmus.trainer.errors import ExitCode
+from isthmus.trainer.errors import ExitCode, LoopLeft
 from isthmus.trainer.record.chronicle import Chronicle
+from isthmus.trainer.record.events import LeaveAsked
 from isthmus.trainer.record.status import FetchStatus, LeavingStatus
 from isthmus.trainer.record.translation import exchanged
 from isthmus.trainer.run.connections import Connections
@@ -68,6 +70,7 @@ class Peer:
     Attributes:
         connections, donor: take what the daemon's listener accepts, from the beginning on.
         farewell: by which it leaves in order.
+        has_lost_loop: whether the loop that trained here has ended in order, before its run.
 
     Args:
         start: of this process.
@@ -130,6 +133,7 @@ class Peer:
             recall=holdings.recall,
         )
         self.farewell = Farewell(self.donor)
+        self.has_lost_loop = False
         self._overseer = PeerOverseer(
             start,
             chronicle,
@@ -181,13 +185,13 @@ class Peer:
         training = self._training(membership, feed)
         self.farewell.takes_part(membership)
         async with asyncio.TaskGroup() as tasks:
-            trained = tasks.create_task(training.run())
+            trained = tasks.create_task(self._with_loop(training.run()))
             supplying = () if supply is None else (supply.run(),)
             helping = (
                 feed.run(),
                 *supplying,
                 *holdings.work(),
-                self._site.pool.failed(),
+                self._with_loop(self._site.pool.failed()),
                 self.connections.callbacks.run(),
             )
             helpers = [tasks.create_task(work) for work in helping]
@@ -200,6 +204,15 @@ class Peer:
                 task.cancel()
         await holdings.drain()
         return finish
+
+    async def _with_loop(self, work: Coroutine[None, None, None]) -> None:
+        """What ends with the loop, if that leaves: nobody trains here any more then, so this peer leaves at once."""
+        try:
+            await work
+        except LoopLeft:
+            self.has_lost_loop = True
+            self._chronicle.emit(LeaveAsked())
+            self.farewell.leave(now=True)
 
     def _membership(self, aside: tuple[RoundKey, Held] | None) -> Membership:
         start, holdings = self._start, self._holdings

@@ -202,9 +202,12 @@ class Evaluated(_Message, frozen=True, kw_only=True):
 
 
 class WorkerFailed(_Message, frozen=True, kw_only=True):
-    """The operator must act, and this worker exits. What is our bug is in its log, and its exit code is 1."""
+    """The operator must act, and this worker exits. What is our bug is in its log, and its exit code is 1.
 
-    kind: Literal["training_fault", "environment", "config", "out_of_memory"]
+    Or somebody's own loop has ended in order, before its run ("loop_left").
+    """
+
+    kind: Literal["training_fault", "environment", "config", "out_of_memory", "loop_left"]
     problem: Text
     cure: Text = ""
 

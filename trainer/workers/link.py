@@ -20,6 +20,7 @@ from isthmus.trainer.errors import (
     ConfigError,
     EnvironmentFault,
     IsthmusError,
+    LoopLeft,
     TrainingFault,
     WorkerCrashed,
     WorkerOutOfMemory,
@@ -32,12 +33,13 @@ WINDOW = 2
 _LOOK_S = 1.0
 """A daemon that was suspended wakes with every time limit behind it, and its workers too."""
 
-_FAULTS: Mapping[str, type[TrainingFault | EnvironmentFault | ConfigError | WorkerOutOfMemory]] = MappingProxyType(
+_FAULTS: Mapping[str, type[IsthmusError]] = MappingProxyType(
     {
         "training_fault": TrainingFault,
         "environment": EnvironmentFault,
         "config": ConfigError,
         "out_of_memory": WorkerOutOfMemory,
+        "loop_left": LoopLeft,
     }
 )
 

@@ -14,7 +14,8 @@ Errors, all of them for the operator (trainer/errors.py)::
     ├── WorkerOutOfMemory    what was asked for does not fit into its device's memory
     ├── WorkerDied       a process ended unasked
     └── WorkerStalled    an answer did not come in its time
-    LoopGone             somebody's own loop has ended
+    LoopGone             somebody's own loop has ended without a word
+    LoopLeft             it has ended in order, before its run
 
 After the first of them the pool is broken and raises it again whatever it is asked. A WorkerCrashed costs no more than
 the parameters and the optimizer's state, and `renew` mends the pool, unless the workers are somebody's own loop.

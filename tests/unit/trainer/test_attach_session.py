@@ -222,6 +222,26 @@ def test_a_daemon_that_lives_on_without_the_loop_says_why_and_is_left_alone(open
     assert not stopped
 
 
+@pytest.mark.parametrize(
+    ("coordinates", "now", "call"), [(True, False, "leave"), (True, True, "stop"), (False, False, "stop")]
+)
+def test_only_the_daemon_of_a_founders_loop_that_ends_early_in_order_is_not_stopped(
+    opened: Opener, coordinates: bool, now: bool, call: str
+) -> None:
+    session, around = opened(STEP)
+    calls: list[str] = []
+    session._daemon = SimpleNamespace(
+        coordinates=coordinates,
+        wait_for_leave=lambda: calls.append("leave"),
+        stop=lambda: calls.append("stop"),
+        close=lambda: None,
+    )
+    session.close(now=now)
+    assert calls == [call]
+    said = [reply for reply in around.script.replies if isinstance(reply, ipc.WorkerFailed)]
+    assert [reply.kind for reply in said] == (["loop_left"] if call == "leave" else [])
+
+
 def test_what_the_daemon_of_a_loop_that_is_dead_would_say_is_said_to_nobody(tmp_path: Path) -> None:
     loop = Loop(folder=tmp_path, facts=SimpleNamespace(pid=os.getpid()))
     assert not loop.give_up(LoopEnd(exit_code=10, cause="the values are not finite"))
