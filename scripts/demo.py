@@ -36,7 +36,6 @@ class Peer:
     name: str
     directory: Path
     process: subprocess.Popen[bytes]
-    started_at: float
 
     def events(self) -> Iterator[demo_report.Event]:
         """What the peer has written down so far."""
@@ -69,7 +68,7 @@ class Demo:
                 stdin=subprocess.DEVNULL,
                 start_new_session=True,
             )
-        peer = Peer(directory.name, directory, process, time.time())  # noqa: TID251 - compared with the event logs' wall clock
+        peer = Peer(directory.name, directory, process)
         self.peers.append(peer)
         return peer
 
@@ -97,7 +96,7 @@ class Demo:
 
     def note(self, kind: str, peer: Peer) -> None:
         """Remember when something was broken."""
-        fault = demo_report.Fault(kind=kind, peer=peer.name, wall=time.time())  # noqa: TID251
+        fault = demo_report.Fault(kind=kind, peer=peer.name, wall=time.time())  # noqa: TID251 - as in the event logs
         self.faults.append(fault)
         print(f"  {kind}: {peer.name}", flush=True)
 

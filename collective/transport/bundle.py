@@ -128,7 +128,6 @@ class Bundle:
         self._owes_repeat = False  # a stream broke, and none has come up since
         self.num_streams = num_streams or 1
         self._chooses_streams = num_streams is None
-        self._chunk_nbytes = chunk_nbytes
         self._limits = on_bulk(chunk_nbytes)
         self._owner = owner
         self._caps = caps

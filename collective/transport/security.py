@@ -247,11 +247,6 @@ class Security:
         except SecurityRefused as doubt:
             return TlsSocket(sock, session, None, doubt.reason)
 
-    @staticmethod
-    def peer_id_of(sock: socket.socket) -> PeerId | None:
-        """Whom the other side of a connection has proved to be. None if it is not encrypted or a stranger's."""
-        return sock.peer_id if isinstance(sock, TlsSocket) else None
-
     def _peer_in(self, session: Session) -> PeerId | None:
         """Who the other side is; the TLS library has checked its certificate, if it showed one."""
         der = session.certificate

@@ -88,8 +88,6 @@ class CoordinatorStatus:
     """Where peers say that others reach them."""
     samples_leased: int
     """Sample indices that are given out and not consumed by a commit yet."""
-    next_index: int
-    """First sample index that was never given out."""
     finished: bool
     """The run has ended and everybody has gone."""
     is_rebuilding: bool
@@ -271,7 +269,6 @@ class CoordinatorShell:
             voted=self._machine.voted,
             addresses=self._machine.addresses(),
             samples_leased=sum(len(piece) for ref in state.leases.owners() for piece in state.leases.owned_by(ref)),
-            next_index=state.leases.next_index,
             finished=self.finished,
             is_rebuilding=self._machine.is_rebuilding,
             counters=dict(self._machine.counters + self._counters),
