@@ -89,7 +89,7 @@ class DialSecurity(Protocol):
         ...
 
 
-def _wall_s() -> float:
+def wall_s() -> float:
     """Unix seconds. A proof is made for now, and two machines must agree on when that is."""
     return time.time_ns() / 1e9
 
@@ -112,7 +112,7 @@ class Security:
         credentials: Credentials,
         *,
         mode: Mode = Mode.AUTO,
-        wall_s: Callable[[], float] = _wall_s,
+        wall_s: Callable[[], float] = wall_s,
         name_of: Callable[[x509.Certificate], PeerId | None] = peer_id_in,
     ) -> None:
         self.mode = mode

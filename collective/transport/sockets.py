@@ -17,9 +17,7 @@ from dataclasses import dataclass
 
 from isthmus.collective.core.address import EVERY_INTERFACE, split_address
 from isthmus.collective.errors import AddressInUse, ConnectionLost, PeerUnreachable, StreamBroken
-from isthmus.collective.transport.tcp_info import round_trip_s as round_trip_s
-from isthmus.collective.transport.tcp_info import unacknowledged_nbytes as unacknowledged_nbytes
-from isthmus.collective.transport.tcp_info import unread_nbytes as unread_nbytes
+from isthmus.collective.transport.tcp_info import round_trip_s
 
 FAR_S = 0.002
 """A round trip from which on a path counts as long."""
