@@ -66,6 +66,9 @@ _STORY_LENGTH = 20
 _MAX_EVENTS = 4096
 """Events that wait for the store: a second's heartbeats of every session there can be, four times."""
 
+_FLUSH_TIMEOUT_S = 5.0
+"""For the last words to each peer, when the run is over."""
+
 _LAST_WORD_S = 0.3
 """For telling a peer that it is put out, before its connection ends."""
 
@@ -242,11 +245,11 @@ class CoordinatorShell:
         """Who is kept out, and which tickets are void. It may be ahead of the journal by one event."""
         return self._machine.state.doors
 
-    async def until_finished(self, *, flush_timeout_s: float = 5.0) -> None:
+    async def until_finished(self) -> None:
         """Wait until the run has ended, everybody has gone, and the last words are sent."""
         await self._over.wait()
         for connection in list(self._connections.values()):
-            await connection.flush(flush_timeout_s)
+            await connection.flush(_FLUSH_TIMEOUT_S)
 
     @property
     def finished(self) -> bool:
