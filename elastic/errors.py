@@ -99,8 +99,6 @@ class DonorStalled(DonorFault):
 
     def __init__(self, waited_s: float, expected_nbytes: int) -> None:
         super().__init__(f"donor stalled: {expected_nbytes} bytes did not arrive within {waited_s:.1f} s")
-        self.waited_s = waited_s
-        self.expected_nbytes = expected_nbytes
 
 
 class ChunkCorrupted(DonorFault):

@@ -28,7 +28,6 @@ Source: Asynchronous Local-SGD (arXiv:2401.09135), its delayed Nesterov and dyna
 from __future__ import annotations
 
 import dataclasses
-import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
@@ -88,7 +87,7 @@ class AsyncDiLoCo(Outer):
     """H_w, steps that this worker does between its contributions, >= 1. Its own steps, or global ones with `dylu`."""
     dylu: bool = False
     """Dynamic local updates: H counts global inner steps since the worker's last pull. One of speed v does floor(H * v)
-    of its own in that time, as `dylu_steps` says, and at least 1; no speed is measured or told to anybody."""
+    of its own in that time, and at least 1; no speed is measured or told to anybody."""
     poll_steps: int = 10
     """Global inner steps between polls, >= 1. One that is ready trains on until the next. Ours: no paper has it."""
 
@@ -200,25 +199,3 @@ class AsyncDiLoCo(Outer):
         if share > 0.0:
             step.add_(momentum * (share * self.momentum))
         anchor.sub_(step.mul_(self.lr))
-
-
-def dylu_steps(base_steps: int, speeds: Mapping[str, float]) -> dict[str, int]:
-    """Dynamic local updates: steps by worker such that all take as long, floor(H * v / fastest v) and at least 1.
-
-    A run that has measured its speeds gives each worker a method of its own, whose `inner_steps` is the worker's number
-    here; only that worker reads it. A run whose global inner step is the fastest worker's sets `dylu` instead.
-
-    Args:
-        base_steps: H, of the fastest.
-        speeds: inner steps per time unit of each worker, positive.
-
-    Raises:
-        ValueError: if base_steps < 1, or a speed is not positive and finite.
-    """
-    if base_steps < 1:
-        raise ValueError(f"base_steps must be at least 1, got {base_steps}")
-    for worker, speed in speeds.items():
-        if not 0.0 < speed < math.inf:
-            raise ValueError(f"a speed must be positive and finite, got {speed} for {worker}")
-    fastest = max(speeds.values(), default=1.0)
-    return {worker: max(1, math.floor(base_steps * speed / fastest)) for worker, speed in speeds.items()}

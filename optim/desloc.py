@@ -30,7 +30,6 @@ Source: DES-LOC (arXiv:2505.22549), algorithm 1. On purpose otherwise here:
 from __future__ import annotations
 
 import hashlib
-import math
 from abc import abstractmethod
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
@@ -177,20 +176,6 @@ class DesLoc(StateAveraging):
             return inner_step % period == 0
         digest = hashlib.blake2b(f"{kind}:{inner_step}".encode(), digest_size=_HASH_NBYTES).digest()
         return int.from_bytes(digest, "big") * period < 1 << 8 * _HASH_NBYTES
-
-
-def half_life(beta: float) -> float:
-    """Steps after which a moving average with this decay rate has forgotten half of what it was: ln 0.5 / ln beta.
-
-    The paper's rule is a period no longer than that: 13.5 steps at 0.95, 693 at 0.999, 6931 at 0.9999. Its recommended
-    periods (768, 1536) keep to it for v at 0.9999, and not for u at 0.95.
-
-    Raises:
-        ValueError: unless 0 <= beta < 1.
-    """
-    if not 0.0 <= beta < 1.0:
-        raise ValueError(f"a decay rate is in [0, 1), got {beta}")
-    return math.log(0.5) / math.log(beta) if beta > 0.0 else 0.0
 
 
 def checked_states(states: Iterable[str]) -> tuple[str, ...]:

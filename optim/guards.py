@@ -43,6 +43,7 @@ import torch
 
 from isthmus.optim.outer import ANCHOR, Emitted, Op, Outer, Round, Settled, successor
 from isthmus.optim.stable import norm
+from isthmus.optim.wrapper import copy_into, without
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -167,7 +168,7 @@ class Guarded(Outer):
 
     def init_private(self, fragment: Fragment, shared: Tensors, value: Tensor, /) -> Tensors:
         """The method's private state, and empty statistics."""
-        private = self.inner.init_private(fragment, _without(TYPICAL, shared), value)
+        private = self.inner.init_private(fragment, without(TYPICAL, shared), value)
         return {**private, HISTORY: torch.zeros(4)}
 
     def plan(self, inner_step: int, /) -> tuple[Round, ...]:
@@ -185,7 +186,7 @@ class Guarded(Outer):
         self, round_: Round, value: Tensor, shared: Tensors, private: Tensors, work: Work, /, *, out: Tensor
     ) -> Emitted:
         """The method's payload, weighed. With NaN or infinity in it, it weighs nothing, warm-up or not."""
-        bare = _without(TYPICAL, shared), _without(HISTORY, private)
+        bare = without(TYPICAL, shared), without(HISTORY, private)
         emitted = self.inner.emit(_bare_round(round_), value, *bare, work, out=out)
         stride = norm(emitted.payload) / max(1, work.inner_steps)
         if self.guards.is_anomaly(stride, private[HISTORY].tolist()):
@@ -202,7 +203,8 @@ class Guarded(Outer):
         out = successor(shared, out)
         typical = self.guards.after_round([notes[-1] for notes in result.notes], shared[TYPICAL].tolist())
         judged = self._judged(round_, result)
-        _copy(self.inner.step(_bare_round(round_), judged, _without(TYPICAL, shared), out=_without(TYPICAL, out)), out)
+        stepped = self.inner.step(_bare_round(round_), judged, without(TYPICAL, shared), out=without(TYPICAL, out))
+        copy_into(stepped, out)
         out[TYPICAL].copy_(torch.tensor(typical))
         return out
 
@@ -225,12 +227,12 @@ class Guarded(Outer):
             round_=_bare_round(outcome.round_),
             result=None if outcome.result is None else self._judged(outcome.round_, outcome.result),
             contribution=given,
-            before=_without(TYPICAL, outcome.before),
-            after=_without(TYPICAL, outcome.after),
-            private=_without(HISTORY, outcome.private),
+            before=without(TYPICAL, outcome.before),
+            after=without(TYPICAL, outcome.after),
+            private=without(HISTORY, outcome.private),
         )
-        settled = self.inner.settle(bare, out=_without(HISTORY, private))
-        _copy(settled.private, private)
+        settled = self.inner.settle(bare, out=without(HISTORY, private))
+        copy_into(settled.private, private)
         private[HISTORY].copy_(torch.tensor(history))
         if is_rejected:
             return Settled.replaced(private, outcome.after[ANCHOR])
@@ -242,17 +244,5 @@ class Guarded(Outer):
         return dataclasses.replace(result, value=self.guards.clipped(result.value), notes=notes)
 
 
-def _without(name: str, state: Tensors) -> dict[str, Tensor]:
-    """The method's own part, in the same memory."""
-    return {held: tensor for held, tensor in state.items() if held != name}
-
-
 def _bare_round(round_: Round) -> Round:
     return dataclasses.replace(round_, num_notes=round_.num_notes - 1)
-
-
-def _copy(state: Tensors, out: Tensors) -> None:
-    """Into `out`, what the method did not write there itself."""
-    for name, tensor in state.items():
-        if tensor is not out[name]:
-            out[name].copy_(tensor)

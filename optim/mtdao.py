@@ -6,8 +6,8 @@
     after it:     x, each u_j and v are averaged with periods K_x, K_j, K_v
 
 A slow u_j, whose half-life is longer than its period, carries the common direction from one exchange to the next; the
-fresh gradient beside it keeps the step responsive. Choose beta_j so that `desloc.half_life(beta_j)` exceeds K_j: 0.999
-has 693 steps. One slow moment is enough in practice and costs no more memory than Adam.
+fresh gradient beside it keeps the step responsive. Choose beta_j so that its half-life, ln 0.5 / ln beta_j, exceeds
+K_j: 0.999 has 693 steps. One slow moment is enough in practice and costs no more memory than Adam.
 
 The inner step is `adopt.Adopt`, with its betas and omegas; here is only what crosses the network. States, wire and
 departures are DES-LOC's (desloc.py): with N = 1 and w = 1 this is DES-LOC around ADOPT. Around AdamW, which is what

@@ -30,11 +30,6 @@ class Penalty:
     evidence: str = ""
     """One of T, C, S and M, see the module."""
 
-    def __str__(self) -> str:
-        figure = "unknown:" if self.loss is None else f"{self.loss:+.3f}"
-        setting = self.setting if self.peers is None else f"{self.setting}, {self.peers} peers"
-        return " ".join(filter(None, (figure, setting, self.source, self.evidence and f"[{self.evidence}]")))
-
 
 _SCALING_LAWS: Final = {
     35e6: (3.485, {1: 3.482, 2: 3.508, 4: 3.554, 8: 3.621}),

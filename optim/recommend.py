@@ -24,10 +24,8 @@ from typing import TYPE_CHECKING, Final, assert_never
 
 from isthmus.optim import published
 from isthmus.optim.data_parallel import DataParallel
-from isthmus.optim.diloco import DEFAULT_MOMENTUM, default_outer_lr, warm_up_steps
 from isthmus.optim.outer import Op
 from isthmus.optim.published import Penalty
-from isthmus.optim.sparseloco import DENSE_CODEC, SparseLoCo
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -88,7 +86,6 @@ class Candidate:
     codec: str
     delay: int = 0
     """Inner steps from sending to receiving; 0: the workers wait."""
-    op: Op = Op.MEAN
     num_fragments: int = 1
     """Into how many parts the parameters are split, each exchanged once in H steps."""
     nbytes_a_step: float
@@ -109,58 +106,23 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recommendation:
-    """A choice among candidates, with its reasons."""
+    """A choice among candidates."""
 
     pick: Candidate
-    outer_lr: float | None
-    """The outer learning rate, once the method is warm; None: the method has none."""
-    outer_momentum: float | None
-    """Nesterov momentum of the outer step; None: the method has none."""
-    reasons: tuple[str, ...]
     candidates: tuple[Candidate, ...]
     """All that were looked at, the pick among them."""
 
-    def describe(self) -> str:
-        """A table of the candidates, the pick marked, and the reasons."""
-        rows = [("", "method", "H", "codec", "delay", "exchange", "hidden", "busy", "MB/step", "loss, DP = 0")]
-        rows += [
-            (
-                "*" if candidate == self.pick else "",
-                candidate.method,
-                str(candidate.inner_steps),
-                candidate.codec,
-                str(candidate.delay),
-                f"{candidate.exchange_s:.3g} s",
-                "yes" if candidate.is_hidden else "no",
-                f"{candidate.utilisation:.1%}",
-                f"{candidate.nbytes_a_step / 1e6:.3g}",
-                str(candidate.penalty),
-            )
-            for candidate in self.candidates
-        ]
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-        lr = "none" if self.outer_lr is None else f"{self.outer_lr:g}"
-        momentum = "none" if self.outer_momentum is None else f"{self.outer_momentum:g}"
-        chosen = f"chosen: {self.pick.method}, outer learning rate {lr}, outer momentum {momentum}"
-        return "\n".join([*lines, "", chosen, *(f"  - {reason}" for reason in self.reasons)])
 
-
-def recommend(
-    links: Links, model: Model, peers: int, *, unreliable: bool = False, keeps_inner_state: bool = False
-) -> Recommendation:
+def recommend(links: Links, model: Model, peers: int) -> Recommendation:
     """Choose a method.
 
-    By the first rule that holds: the inner optimizer's state must survive joins: DES-LOC. Peers are unreliable or
-    uneven: Decoupled DiLoCo. Else Streaming DiLoCo, its H and codec the first of (30, int8), (30, e3m0), (100, int8),
-    (100, e3m0) whose exchanges are hidden. Where none is, the link is slow: SparseLoCo, if its workers wait less.
+    Streaming DiLoCo, its H and codec the first of (30, int8), (30, e3m0), (100, int8), (100, e3m0) whose exchanges are
+    hidden. Where none is, the link is slow: SparseLoCo, if its workers wait less.
 
     Args:
         links: the slowest peer's.
         model: what is trained.
         peers: M, >= 1.
-        unreliable: peers differ in speed, or come and go often.
-        keeps_inner_state: a joiner must not begin with an empty inner optimizer.
 
     Raises:
         ValueError: if peers < 1.
@@ -168,56 +130,12 @@ def recommend(
     if peers < 1:
         raise ValueError(f"peers must be at least 1, got {peers}")
     candidates = tuple(_candidates(links, model, peers))
-    by_method: dict[str, list[Candidate]] = {}
-    for candidate in candidates:
-        by_method.setdefault(candidate.method, []).append(candidate)
-    streaming = by_method["streaming"]
-    hidden = [candidate for candidate in streaming if candidate.is_hidden]
-    reasons: list[str] = []
-    lr: float | None = default_outer_lr(peers)
-    momentum: float | None = DEFAULT_MOMENTUM
-    if keeps_inner_state:
-        (pick,) = by_method["desloc"]
-        lr = momentum = None
-        reasons.append("the inner optimizer's state is averaged too, so that a joiner has one after each state's turn")
-    elif unreliable:
-        (pick,) = by_method["decoupled"]
-        reasons.append("nobody waits for the last: quorum, then a grace window; members count by what they trained on")
-        reasons.append("its outer constants are not published: learning rate and momentum are DiLoCo's")
-    elif hidden:
-        pick = hidden[0]
-        reasons.append("fragments travel while the workers go on")
-    else:
-        (sparse,) = by_method["sparseloco"]
+    streaming = [candidate for candidate in candidates if candidate.method == "streaming"]
+    pick = next((candidate for candidate in streaming if candidate.is_hidden), None)
+    if pick is None:
+        (sparse,) = (candidate for candidate in candidates if candidate.method == "sparseloco")
         pick = max((sparse, streaming[-1]), key=lambda candidate: candidate.utilisation)
-        reasons.append("no setting of streaming is hidden here")
-        if pick is sparse:
-            lr, momentum = SparseLoCo().alpha, None
-            dense_s = exchange_s(Op.MEAN, model.num_parameters * CODEC_NBYTES[DENSE_CODEC], links, peers)
-            reasons.append(
-                f"its first {warm_up_steps(pick.inner_steps)} inner steps exchange all elements, in {dense_s:.3g} s a "
-                "round; dense_steps = 0 leaves that out, and costs loss in short runs"
-            )
-            reasons.append(
-                f"lower the outer learning rate to {SparseLoCo().late_alpha:g} when the loss no longer falls"
-            )
-    reasons.append(
-        f"an exchange of {pick.exchange_s:.3g} s "
-        + ("is hidden behind" if pick.is_hidden else f"makes the workers wait {pick.stall_s:.3g} s in")
-        + f" {pick.inner_steps} inner steps of {model.inner_step_s:.3g} s"
-    )
-    measured = pick.penalty.peers
-    if pick.penalty.loss is None:
-        reasons.append(f"what it costs in loss is unknown: {pick.penalty.setting}")
-    elif measured is not None and measured < peers:
-        reasons.append(f"its loss is known for {measured} peers, not for {peers}; DiLoCo's rises with their number")
-    if peers > 1 and lr is not None and momentum is not None:
-        reasons.append(
-            "0.9 is the papers' outer momentum, for thousands of rounds; 0.5 to 0.6 is better with Muon inside"
-        )
-    return Recommendation(
-        pick=pick, outer_lr=lr, outer_momentum=momentum, reasons=tuple(reasons), candidates=candidates
-    )
+    return Recommendation(pick=pick, candidates=candidates)
 
 
 # ------------------------------------------------------------------------------------------------ predictions
@@ -280,7 +198,6 @@ def _candidates(links: Links, model: Model, peers: int) -> Iterator[Candidate]:
             inner_steps=inner_steps,
             codec=codec,
             delay=delay,
-            op=op,
             num_fragments=num_fragments,
             nbytes_a_step=sent / inner_steps,
             exchange_s=seconds,

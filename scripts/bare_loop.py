@@ -43,7 +43,6 @@ class _Link:
         self.rest = memoryview(b"")  # of the payload
         self.payload = self.rest
         self.arriving = (False, 0, 0)
-        self.stages: list[Tensor] = []
         self.free: list[Tensor] = []
         self.stage = torch.empty(0)
 

@@ -18,11 +18,11 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
-from itertools import accumulate, pairwise
+from dataclasses import asdict, dataclass
+from itertools import accumulate
 from pathlib import Path
 
-from scripts.demo import Demo, DemoFailed
+from scripts.demo import Demo, DemoFailed, JudgedRun
 
 ROOT = Path(__file__).resolve().parent.parent
 NUM_PEERS = 3
@@ -32,29 +32,13 @@ CHURNED_STEPS = 3
 
 
 @dataclass(slots=True, kw_only=True)
-class Run:
+class Run(JudgedRun):
     """What one run came to."""
 
     seed: int
-    tokens: list[int] = field(default_factory=list)
-    """Committed so far, by outer step from 1 on."""
-    losses: dict[int, float] = field(default_factory=dict)
-    """On held-out text, by outer step."""
     kills: int = 0
     freezes: int = 0
     fewest_members: int = 0
-    loss: float = float("nan")
-    """At the tokens that are compared."""
-
-    def loss_at(self, num_tokens: int) -> float:
-        """Held-out loss after so many committed tokens, between the judged states around it."""
-        points = [
-            (self.tokens[step - 1], loss) for step, loss in sorted(self.losses.items()) if step <= len(self.tokens)
-        ]
-        for (before, worse), (after, better) in pairwise(points):
-            if before <= num_tokens <= after:
-                return worse + (better - worse) * (num_tokens - before) / (after - before)
-        raise DemoFailed(f"no judged state around {num_tokens} tokens")
 
 
 class ChurnedDemo(Demo):

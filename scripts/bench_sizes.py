@@ -25,7 +25,7 @@ from itertools import accumulate, pairwise
 from pathlib import Path
 
 from scripts.chaoslab.process import children, send
-from scripts.demo import Demo, DemoFailed
+from scripts.demo import Demo, DemoFailed, JudgedRun
 
 MOST_WAITED = 0.1
 """Share of a round."""
@@ -91,7 +91,7 @@ class PeerFigures:
 
 
 @dataclass(slots=True, kw_only=True)
-class Run:
+class Run(JudgedRun):
     """What one run came to."""
 
     kind: str
@@ -99,20 +99,6 @@ class Run:
     peers: list[PeerFigures] = field(default_factory=list)
     round_s: float = 0.0
     """Median."""
-    tokens: list[int] = field(default_factory=list)
-    """Committed so far, by outer step from 1 on."""
-    losses: dict[int, float] = field(default_factory=dict)
-    """On held-out text, by outer step."""
-    loss: float = float("nan")
-    """At the tokens that are compared."""
-
-    def loss_at(self, num_tokens: int) -> float:
-        """Held-out loss after so many committed tokens, between the judged states around it."""
-        points = [(self.tokens[step - 1], loss) for step, loss in sorted(self.losses.items())]
-        for (before, worse), (after, better) in pairwise(points):
-            if before <= num_tokens <= after:
-                return worse + (better - worse) * (num_tokens - before) / (after - before)
-        raise DemoFailed(f"no judged state around {num_tokens} tokens")
 
 
 class SizedDemo(Demo):

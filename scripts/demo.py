@@ -14,7 +14,8 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 
 from isthmus.trainer.record.event_log import FILE_NAME, read_events
@@ -36,11 +37,32 @@ class Peer:
     name: str
     directory: Path
     process: subprocess.Popen[bytes]
-    started_at: float
 
     def events(self) -> Iterator[demo_report.Event]:
         """What the peer has written down so far."""
         return read_events(self.directory / FILE_NAME)
+
+
+@dataclass(slots=True, kw_only=True)
+class JudgedRun:
+    """How a run learnt: for benchmarks that compare losses."""
+
+    tokens: list[int] = field(default_factory=list)
+    """Committed so far, by outer step from 1 on."""
+    losses: dict[int, float] = field(default_factory=dict)
+    """On held-out text, by outer step."""
+    loss: float = float("nan")
+    """At the tokens that are compared."""
+
+    def loss_at(self, num_tokens: int) -> float:
+        """Held-out loss after so many committed tokens, between the judged states around it."""
+        points = [
+            (self.tokens[step - 1], loss) for step, loss in sorted(self.losses.items()) if step <= len(self.tokens)
+        ]
+        for (before, worse), (after, better) in pairwise(points):
+            if before <= num_tokens <= after:
+                return worse + (better - worse) * (num_tokens - before) / (after - before)
+        raise DemoFailed(f"no judged state around {num_tokens} tokens")
 
 
 class Demo:
@@ -69,7 +91,7 @@ class Demo:
                 stdin=subprocess.DEVNULL,
                 start_new_session=True,
             )
-        peer = Peer(directory.name, directory, process, time.time())  # noqa: TID251 - compared with the event logs' wall clock
+        peer = Peer(directory.name, directory, process)
         self.peers.append(peer)
         return peer
 
@@ -97,7 +119,7 @@ class Demo:
 
     def note(self, kind: str, peer: Peer) -> None:
         """Remember when something was broken."""
-        fault = demo_report.Fault(kind=kind, peer=peer.name, wall=time.time())  # noqa: TID251
+        fault = demo_report.Fault(kind=kind, peer=peer.name, wall=time.time())  # noqa: TID251 - as in the event logs
         self.faults.append(fault)
         print(f"  {kind}: {peer.name}", flush=True)
 

@@ -132,7 +132,7 @@ class Peer:
         outer = DiLoCo(inner_steps=1)
         if fragments > 1:
             outer = Streaming(inner_steps=fragments, num_fragments=fragments, delay=0, keep=0.0)
-        self._plan = plan = OuterPlan(outer)
+        plan = OuterPlan(outer)
         table = FragmentTable.from_named_shapes(
             [(f"layer{index}", (numel // fragments,)) for index in range(fragments)]
         )

@@ -64,15 +64,6 @@ def make_private_folder(path: Path) -> None:
     path.mkdir(mode=PRIVATE_FOLDER_MODE, parents=True, exist_ok=True)
 
 
-def sync_file(path: Path) -> None:
-    """Make the content of a file survive a power cut, whoever has written it."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
 def sync_folder(path: Path) -> None:
     """Make names that were created, renamed or removed in a folder survive a power cut."""
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)

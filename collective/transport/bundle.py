@@ -26,8 +26,8 @@ from isthmus.collective.transport.pacing import FADING, RAISE, is_used, streams_
 from isthmus.collective.transport.redial import Redial
 from isthmus.collective.transport.security import Security
 from isthmus.collective.transport.shared_link import link_over
-from isthmus.collective.transport.sockets import FAR_S, SocketOptions, congestion_control_of, round_trip_s, streams_for
-from isthmus.collective.transport.tcp_info import TcpInfo
+from isthmus.collective.transport.sockets import FAR_S, SocketOptions, congestion_control_of, streams_for
+from isthmus.collective.transport.tcp_info import TcpInfo, round_trip_s
 from isthmus.collective.transport.wire import HEADER_NBYTES, PADDING_NBYTES, Frame, FrameType, Header, on_bulk, pack
 
 log = logging.getLogger(__name__)
@@ -128,7 +128,6 @@ class Bundle:
         self._owes_repeat = False  # a stream broke, and none has come up since
         self.num_streams = num_streams or 1
         self._chooses_streams = num_streams is None
-        self._chunk_nbytes = chunk_nbytes
         self._limits = on_bulk(chunk_nbytes)
         self._owner = owner
         self._caps = caps

@@ -31,7 +31,6 @@ from isthmus.collective.core.types import PEER_ID_PATTERN, PeerId
 SECRET_NBYTES = 32
 KEY_NBYTES = 32
 """Of a public key, raw."""
-MAX_NUMBER = 2**53
 
 _AUTHORITY_NAME = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "isthmus run authority")])
 _BEGINNING = datetime(1970, 1, 1, tzinfo=UTC)
@@ -104,7 +103,7 @@ class Authority:
 
         Args:
             public_key: the peer's.
-            number: from 1 to `MAX_NUMBER`, larger than that of every earlier certificate of this peer.
+            number: from 1 to 2**53, larger than that of every earlier certificate of this peer.
             peer_id: the only name in it. None, and nothing else where peers are strangers to each other: the key's.
         """
         peer_id = peer_id or peer_id_of_key(public_key.public_bytes_raw())

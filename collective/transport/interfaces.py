@@ -75,11 +75,11 @@ def sort_candidates(candidates: Sequence[str], own: Sequence[IPInterface]) -> li
         own: see `own_interfaces`.
     """
     addresses = {item.ip for item in own}
-    is_here = any(_ip(item) in addresses for item in candidates) or all(map(_is_home, candidates))
+    is_here = any(_ip(item) in addresses for item in candidates) or all(map(is_home, candidates))
 
     def rank(candidate: str) -> int:
         ip = _ip(candidate)
-        if _is_home(candidate):
+        if is_home(candidate):
             return 0
         if ip is None:
             return 3  # a name
@@ -87,7 +87,7 @@ def sort_candidates(candidates: Sequence[str], own: Sequence[IPInterface]) -> li
             return 1
         return 2 if any(ip in item.network for item in own) else 3
 
-    return sorted((item for item in candidates if is_here or not _is_home(item)), key=rank)
+    return sorted((item for item in candidates if is_here or not is_home(item)), key=rank)
 
 
 def plain_host(host: str) -> str:
@@ -144,7 +144,7 @@ def _ip(candidate: str) -> IPAddress | None:
         return None
 
 
-def _is_home(candidate: str) -> bool:
+def is_home(candidate: str) -> bool:
     """Whether it is a loopback address, or the name of one."""
     ip = _ip(candidate)
     return ip.is_loopback if ip is not None else candidate.startswith("localhost:")

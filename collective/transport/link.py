@@ -21,8 +21,14 @@ from isthmus.collective.core.bucket import TokenBucket
 from isthmus.collective.errors import CollectiveError, ConnectionLost, RemoteProtocolError
 from isthmus.collective.transport.low_water import LowWater
 from isthmus.collective.transport.memory import Scratch
-from isthmus.collective.transport.sockets import find_speed_anew, lost, pace, unacknowledged_nbytes, unread_nbytes
-from isthmus.collective.transport.tcp_info import TcpInfo, read_tcp_info, window_nbytes
+from isthmus.collective.transport.sockets import find_speed_anew, lost, pace
+from isthmus.collective.transport.tcp_info import (
+    TcpInfo,
+    read_tcp_info,
+    unacknowledged_nbytes,
+    unread_nbytes,
+    window_nbytes,
+)
 from isthmus.collective.transport.tls import TlsSocket
 from isthmus.collective.transport.wire import Frame, FrameReader, Header, Limits
 

@@ -13,7 +13,8 @@ counts as heard (`unread_nbytes`), so a path that has become slow is not taken f
 import contextlib
 import socket
 
-from isthmus.collective.transport.sockets import FAR_S, round_trip_s
+from isthmus.collective.transport.sockets import FAR_S
+from isthmus.collective.transport.tcp_info import round_trip_s
 from isthmus.collective.transport.tls import TlsSocket
 from isthmus.collective.transport.wire import FrameReader
 

@@ -89,7 +89,7 @@ class DialSecurity(Protocol):
         ...
 
 
-def _wall_s() -> float:
+def wall_s() -> float:
     """Unix seconds. A proof is made for now, and two machines must agree on when that is."""
     return time.time_ns() / 1e9
 
@@ -112,7 +112,7 @@ class Security:
         credentials: Credentials,
         *,
         mode: Mode = Mode.AUTO,
-        wall_s: Callable[[], float] = _wall_s,
+        wall_s: Callable[[], float] = wall_s,
         name_of: Callable[[x509.Certificate], PeerId | None] = peer_id_in,
     ) -> None:
         self.mode = mode
@@ -246,11 +246,6 @@ class Security:
             return TlsSocket(sock, session, self._peer_in(session))
         except SecurityRefused as doubt:
             return TlsSocket(sock, session, None, doubt.reason)
-
-    @staticmethod
-    def peer_id_of(sock: socket.socket) -> PeerId | None:
-        """Whom the other side of a connection has proved to be. None if it is not encrypted or a stranger's."""
-        return sock.peer_id if isinstance(sock, TlsSocket) else None
 
     def _peer_in(self, session: Session) -> PeerId | None:
         """Who the other side is; the TLS library has checked its certificate, if it showed one."""

@@ -17,9 +17,7 @@ from dataclasses import dataclass
 
 from isthmus.collective.core.address import EVERY_INTERFACE, split_address
 from isthmus.collective.errors import AddressInUse, ConnectionLost, PeerUnreachable, StreamBroken
-from isthmus.collective.transport.tcp_info import round_trip_s as round_trip_s
-from isthmus.collective.transport.tcp_info import unacknowledged_nbytes as unacknowledged_nbytes
-from isthmus.collective.transport.tcp_info import unread_nbytes as unread_nbytes
+from isthmus.collective.transport.tcp_info import round_trip_s
 
 FAR_S = 0.002
 """A round trip from which on a path counts as long."""
@@ -27,6 +25,8 @@ _STREAMS_BBR = 8
 _STREAMS_OTHERS = 48
 _FAR_UNSENT_NBYTES = 256 << 10
 _MOST_UNSENT_NBYTES = 1 << 20
+_PATIENCE = {"TCP_KEEPIDLE": 2, "TCP_KEEPINTVL": 1, "TCP_KEEPCNT": 4, "TCP_USER_TIMEOUT": 6000}
+"""Silence is asked about after 2 s, 4 times; unacknowledged bytes break the connection after 6 s (in ms)."""
 _RESERVE_S = 0.03
 """What a paced stream has in the kernel to go on with while other streams, or other programs, keep us busy."""
 _SO_MAX_PACING_RATE = 47  # of Linux; Python has no name for it
@@ -43,11 +43,6 @@ class SocketOptions:
     """Name for TCP_CONGESTION; None = cubic, and bbr (where there is one) once the path is found to be long."""
     buffer_nbytes: int | None = None
     """Send and receive buffer; None = 2 MiB for a near peer, and tuned by the kernel for a far one."""
-    user_timeout_s: float = 6.0
-    """Unacknowledged bytes break the connection after this long."""
-    keepalive_idle_s: int = 2
-    keepalive_interval_s: int = 1
-    keepalive_probes: int = 4
     shares_memory: bool = True
     """Bulk bytes between processes of one machine go through memory of both, where a connection is not encrypted."""
 
@@ -76,13 +71,7 @@ def tune(sock: socket.socket, options: SocketOptions) -> None:
     sock.setblocking(False)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    numbers = {
-        "TCP_KEEPIDLE": options.keepalive_idle_s,
-        "TCP_KEEPINTVL": options.keepalive_interval_s,
-        "TCP_KEEPCNT": options.keepalive_probes,
-        "TCP_USER_TIMEOUT": round(options.user_timeout_s * 1000),
-    }
-    for name, value in numbers.items():
+    for name, value in _PATIENCE.items():
         if hasattr(socket, name):
             sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
     _set_buffers(sock, options.buffer_nbytes)

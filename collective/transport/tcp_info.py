@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the kernel knows about a connection: round trips, delivery rate, what is lost, what it waits for.
+"""What the kernel knows about a connection: round trips, what has arrived, what was lost.
 
 Rules: read from TCP_INFO of Linux, whose struct only ever grows at its end. A field that this kernel does not have is
 None, a system without TCP_INFO or a closed socket gives no answer at all; nothing here raises. Knows no TLS: the
@@ -18,18 +18,12 @@ _UNKNOWN_RTT_US = 0xFFFFFFFF
 _IP_MTU, _IPV6_MTU = 14, 24  # of Linux; Python has no names for them
 
 # Offsets in struct tcp_info of linux/tcp.h: eight bytes of small fields, 24 u32, then u64 and u32 mixed.
-_APP_LIMITED_BYTE = 7  # the first of its bits
 _SND_MSS = ("=I", 16)
 _LAST_ACK_RECV_MS = ("=I", 56)
 _RTT_US = ("=I", 68)
 _SND_CWND = ("=I", 80)
-_TOTAL_RETRANS = ("=I", 100)
 _BYTES_ACKED = ("=Q", 120)
 _MIN_RTT_US = ("=I", 148)
-_DELIVERY_RATE = ("=Q", 160)
-_BUSY_TIME_US = ("=Q", 168)
-_RWND_LIMITED_US = ("=Q", 176)
-_SNDBUF_LIMITED_US = ("=Q", 184)
 _DELIVERED = ("=I", 192)
 _BYTES_RETRANS = ("=Q", 208)
 
@@ -42,30 +36,18 @@ class TcpInfo:
         last_ack_recv_ms: how long ago the other side's kernel last acknowledged anything, in milliseconds.
         rtt_us: smoothed round-trip time in microseconds.
         min_rtt_us: the shortest round trip that was seen lately, in microseconds: the path without queues.
-        delivery_rate: bytes a second that arrived at the other side, of the last sample.
-        is_app_limited: that sample says less than the path can do, since we had nothing to send.
         bytes_acked: bytes that the other side has acknowledged.
         bytes_delivered: bytes that have arrived there, about: also those behind a gap, which `bytes_acked` counts all
             at once when the gap is filled.
         bytes_retrans: bytes that were sent again.
-        total_retrans: segments that were sent again.
-        busy_time_us: how long there was anything to send or unacknowledged.
-        rwnd_limited_us: thereof waiting for the other side to read.
-        sndbuf_limited_us: thereof limited by our send buffer.
     """
 
     last_ack_recv_ms: int | None
     rtt_us: int | None
     min_rtt_us: int | None
-    delivery_rate: int | None
-    is_app_limited: bool | None
     bytes_acked: int | None
     bytes_delivered: int | None
     bytes_retrans: int | None
-    total_retrans: int | None
-    busy_time_us: int | None
-    rwnd_limited_us: int | None
-    sndbuf_limited_us: int | None
 
 
 def read_tcp_info(sock: socket.socket) -> TcpInfo | None:
@@ -81,22 +63,13 @@ def read_tcp_info(sock: socket.socket) -> TcpInfo | None:
 def parse_tcp_info(info: bytes) -> TcpInfo:
     """Read the bytes of a struct tcp_info, as many as this kernel has."""
     min_rtt_us = _field(info, _MIN_RTT_US)
-    delivery_rate = _field(info, _DELIVERY_RATE)
-    app_limited_bit = 1 if sys.byteorder == "little" else 0x80  # a bit field starts at the end that the bytes do
     return TcpInfo(
         last_ack_recv_ms=_field(info, _LAST_ACK_RECV_MS),
         rtt_us=_field(info, _RTT_US),
         min_rtt_us=None if min_rtt_us == _UNKNOWN_RTT_US else min_rtt_us,
-        delivery_rate=delivery_rate,
-        # Older kernels have the byte and never set the bit: it came together with the rate.
-        is_app_limited=None if delivery_rate is None else bool(info[_APP_LIMITED_BYTE] & app_limited_bit),
         bytes_acked=_field(info, _BYTES_ACKED),
         bytes_delivered=_product(_field(info, _DELIVERED), _field(info, _SND_MSS)),
         bytes_retrans=_field(info, _BYTES_RETRANS),
-        total_retrans=_field(info, _TOTAL_RETRANS),
-        busy_time_us=_field(info, _BUSY_TIME_US),
-        rwnd_limited_us=_field(info, _RWND_LIMITED_US),
-        sndbuf_limited_us=_field(info, _SNDBUF_LIMITED_US),
     )
 
 

@@ -61,6 +61,7 @@ _QUIET_S = 0.05
 """An exchange that has moved nothing for so long is over, or waits for somebody."""
 _MAX_OF_ONE_LEARNER = 4
 """It uses up to two at once, and two of a line that broke may not have ended yet."""
+_REFUSAL_TIMEOUT_S = 10.0
 _READ_NBYTES = 4 * PIECE_NBYTES
 """Of a stored result in memory at once."""
 
@@ -180,15 +181,15 @@ class Donor:
         return 2 * sum(session.reads_text for session in self._sessions) >= self._max_connections
 
 
-async def refuse(channel: Channel, reason: str, *, timeout_s: float = 10.0) -> None:
+async def refuse(channel: Channel, reason: str) -> None:
     """Answer one question of a learner, where there is no donor.
 
     Raises:
         CollectiveError: it asked nothing, or did not listen.
     """
     try:
-        await channel.receive(timeout_s=timeout_s)
-        await channel.send(FrameType.STATE_ERROR, encode(Refusal(reason)), timeout_s=timeout_s)
+        await channel.receive(timeout_s=_REFUSAL_TIMEOUT_S)
+        await channel.send(FrameType.STATE_ERROR, encode(Refusal(reason)), timeout_s=_REFUSAL_TIMEOUT_S)
     finally:
         channel.close()
 

@@ -21,6 +21,9 @@ from isthmus.elastic.wire import decode, encode
 
 _Heard = TypeVar("_Heard")
 
+_SEND_TIMEOUT_S = 10.0
+"""For one message to leave."""
+
 
 class ControlConnection(Generic[_Heard]):
     """Drives a CONTROL channel until it ends.
@@ -29,7 +32,6 @@ class ControlConnection(Generic[_Heard]):
         channel: an open connection past its handshake; closed when `run` returns.
         decoder: of the messages that the other side may send.
         outbox_size: messages that may wait to be sent.
-        send_timeout_s: time for one message to leave.
         silence_timeout_s: time without any frame after which the connection counts as lost.
         sign_of_life_s: who has nothing to say for so long sends an empty frame; a fraction of what the other side
             bears of silence.
@@ -41,7 +43,6 @@ class ControlConnection(Generic[_Heard]):
         decoder: msgspec.msgpack.Decoder[_Heard],
         *,
         outbox_size: int = 256,
-        send_timeout_s: float = 10.0,
         silence_timeout_s: float = 60.0,
         sign_of_life_s: float = 2.0,
     ) -> None:
@@ -52,7 +53,6 @@ class ControlConnection(Generic[_Heard]):
         self._filled = asyncio.Event()
         self._drained = asyncio.Event()
         self._drained.set()
-        self._send_timeout_s = send_timeout_s
         self._silence_timeout_s = silence_timeout_s
         self._sign_of_life_s = sign_of_life_s
         self._ended: asyncio.Future[CollectiveError] = asyncio.get_running_loop().create_future()
@@ -134,10 +134,10 @@ class ControlConnection(Generic[_Heard]):
                     await self._filled.wait()
             except TimeoutError:
                 # The coordinator only answers, and a round may last for hours: silence must still mean something.
-                await self._channel.send(FrameType.CONTROL, b"", timeout_s=self._send_timeout_s)
+                await self._channel.send(FrameType.CONTROL, b"", timeout_s=_SEND_TIMEOUT_S)
             while self._outbox:
                 message = self._outbox.popleft()
-                await self._channel.send(FrameType.CONTROL, message, timeout_s=self._send_timeout_s)
+                await self._channel.send(FrameType.CONTROL, message, timeout_s=_SEND_TIMEOUT_S)
             self._filled.clear()
             self._drained.set()
             if self._last_cause is not None:

@@ -66,6 +66,9 @@ _STORY_LENGTH = 20
 _MAX_EVENTS = 4096
 """Events that wait for the store: a second's heartbeats of every session there can be, four times."""
 
+_FLUSH_TIMEOUT_S = 5.0
+"""For the last words to each peer, when the run is over."""
+
 _LAST_WORD_S = 0.3
 """For telling a peer that it is put out, before its connection ends."""
 
@@ -88,8 +91,6 @@ class CoordinatorStatus:
     """Where peers say that others reach them."""
     samples_leased: int
     """Sample indices that are given out and not consumed by a commit yet."""
-    next_index: int
-    """First sample index that was never given out."""
     finished: bool
     """The run has ended and everybody has gone."""
     is_rebuilding: bool
@@ -244,11 +245,11 @@ class CoordinatorShell:
         """Who is kept out, and which tickets are void. It may be ahead of the journal by one event."""
         return self._machine.state.doors
 
-    async def until_finished(self, *, flush_timeout_s: float = 5.0) -> None:
+    async def until_finished(self) -> None:
         """Wait until the run has ended, everybody has gone, and the last words are sent."""
         await self._over.wait()
         for connection in list(self._connections.values()):
-            await connection.flush(flush_timeout_s)
+            await connection.flush(_FLUSH_TIMEOUT_S)
 
     @property
     def finished(self) -> bool:
@@ -271,7 +272,6 @@ class CoordinatorShell:
             voted=self._machine.voted,
             addresses=self._machine.addresses(),
             samples_leased=sum(len(piece) for ref in state.leases.owners() for piece in state.leases.owned_by(ref)),
-            next_index=state.leases.next_index,
             finished=self.finished,
             is_rebuilding=self._machine.is_rebuilding,
             counters=dict(self._machine.counters + self._counters),

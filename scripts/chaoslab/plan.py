@@ -19,7 +19,6 @@ TOGETHER = 0.25
 class Turn:
     """One fault that is due."""
 
-    number: int
     kind: str
     seed: str
     """Of its own numbers."""
@@ -62,7 +61,6 @@ class Plan:
         self._number += 1
         is_together = self._rng.random() < TOGETHER
         return Turn(
-            number=self._number,
             kind=kind,
             seed=f"{self._seed} {self._number} {kind}",
             is_together=is_together,

@@ -34,8 +34,6 @@ _MAX_RETURNS = 3
 class Revival:
     """One fault and what came of it."""
 
-    victim: int
-    by_itself: bool
     seconds: float
     """From the fault to the moment when the last survivor had its next result."""
     parts: dict[str, float] = field(default_factory=dict)
@@ -91,8 +89,6 @@ class Reviver:
             outcome = await self._server.step(self._mode)
             story += outcome.attempts
         revival = Revival(
-            victim=victim.number,
-            by_itself=fault.by_itself is not None,
             seconds=outcome.finished_at - fault.at,
             parts=_parts(outcome, fault.at, victim.ended_at),
         )

@@ -79,7 +79,7 @@ def _run_rank(rank: int, size: int, store_path: str, source_fd: int, target_fd: 
     source, target = SharedBuffer(source_fd, table.numel), SharedBuffer(target_fd, table.numel)
     shards = ShardMap.build(model.named_parameters(), table)
 
-    num_elements = torch.tensor(shards.num_local)
+    num_elements = torch.tensor(sum(shard.stop - shard.offset for shard in shards.shards))
     dist.all_reduce(num_elements)
     assert num_elements == table.numel, "every element has exactly one owner"
 

@@ -316,11 +316,12 @@ async def _outcome(awaitable) -> object:
 
 
 async def test_a_worker_that_hangs_is_stalled_in_bounded_time(mailbox: SharedBuffer, tmp_path: Path) -> None:
-    async with _pool(mailbox, tmp_path, 2) as pool:
+    async with _pool(mailbox, tmp_path, 2, hang_timeout_s=0.5) as pool:
         await pool.load()
+        await pool.store()
         os.kill(pool.pids[1], signal.SIGSTOP)
         with pytest.raises(WorkerStalled) as caught:
-            await pool.store(timeout_s=0.5)
+            await pool.store()
         assert (caught.value.request, caught.value.local_ranks) == ("store", (1,))
         assert caught.value.what.startswith("worker 1 is stopped in do_signal_stop, does not answer a signal"), caught
 

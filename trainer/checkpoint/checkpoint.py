@@ -50,7 +50,7 @@ STATE_NAME = "state.safetensors"
 MANIFEST_NAME = "manifest.json"
 FOLDER_NAME = "checkpoints"
 
-_STEP_FOLDER = re.compile(r"step-(\d{8,16})")
+STEP_FOLDER = re.compile(r"step-(\d{8,16})")
 _TENSOR_NAME = re.compile(r"[a-z0-9_][a-z0-9_./-]{0,254}", re.IGNORECASE)
 _PARTIAL_PREFIX = ".partial-"
 _MAX_MANIFEST_NBYTES = 16 << 20
@@ -150,7 +150,7 @@ class CheckpointStore:
         """Outer steps of the checkpoints that are there, oldest first, verified or not."""
         if not self._folder.is_dir():
             return ()
-        matches = (_STEP_FOLDER.fullmatch(entry.name) for entry in self._folder.iterdir())
+        matches = (STEP_FOLDER.fullmatch(entry.name) for entry in self._folder.iterdir())
         return tuple(sorted(int(match[1]) for match in matches if match is not None))
 
     def run_of(self, outer_step: int) -> str | None:
@@ -308,7 +308,7 @@ def load_resumed(path: Path) -> Checkpoint:
         NotOurs: this user may not look there.
     """
     require_ours(path)
-    if path.is_dir() and _STEP_FOLDER.fullmatch(path.resolve().name) is not None:
+    if path.is_dir() and STEP_FOLDER.fullmatch(path.resolve().name) is not None:
         return load_checkpoint(path)
     newest = CheckpointStore(find_checkpoints(path), keep=1).load_newest()
     if newest is None:

@@ -30,6 +30,7 @@ from isthmus.trainer.checkpoint.checkpoint import (
     FOLDER_NAME,
     MANIFEST_NAME,
     STATE_NAME,
+    STEP_FOLDER,
     CheckpointStore,
     Manifest,
     decode_manifest,
@@ -43,7 +44,6 @@ from isthmus.trainer.errors import CheckpointCorrupted, ConfigError, Environment
 from isthmus.trainer.files import make_private_folder, open_private
 from isthmus.trainer.model.model_folder import TOKENIZER_NAME
 
-_STEP_FOLDER = re.compile(r"step-(\d{8,16})")
 _BLOCK_NBYTES = 4 << 20
 _MAX_NBYTES = 16 << 20
 """Of a manifest."""
@@ -143,7 +143,7 @@ class RemoteFolder:
         """Copies that were cut short. Found before: each stayed for ever, and a full place never got room again."""
         whole = self.steps()
         for name in self._names(self._root / FOLDER_NAME):
-            match = _STEP_FOLDER.fullmatch(name)
+            match = STEP_FOLDER.fullmatch(name)
             if match is not None and int(match[1]) not in whole:
                 self._remove(int(match[1]))
 
@@ -200,7 +200,7 @@ class RemoteFolder:
         """Outer steps of the checkpoints that have a manifest, oldest first."""
         found = []
         for name in self._names(self._root / FOLDER_NAME):
-            match = _STEP_FOLDER.fullmatch(name)
+            match = STEP_FOLDER.fullmatch(name)
             if match is not None and self._fs.exists(str(self._path_of(int(match[1])) / MANIFEST_NAME)):
                 found.append(int(match[1]))
         return sorted(found)
@@ -294,7 +294,7 @@ def find_resumed(url: str) -> tuple[RemoteFolder, int]:
         EnvironmentFault: the place cannot be reached.
     """
     head, _, name = url.rstrip("/").rpartition("/")
-    match = _STEP_FOLDER.fullmatch(name)
+    match = STEP_FOLDER.fullmatch(name)
     with reaching(url):
         if match is not None:
             return RemoteFolder(head.removesuffix(f"/{FOLDER_NAME}")), int(match[1])

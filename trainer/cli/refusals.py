@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from isthmus.collective.core.address import candidates_of
-from isthmus.trainer.cli.support import RUNS_FOLDER, choose_folder, is_loopback
+from isthmus.trainer.cli.support import RUNS_FOLDER, choose_folder
 from isthmus.trainer.errors import ConfigError, NothingRuns
 
 if TYPE_CHECKING:
@@ -115,6 +115,8 @@ def require_secure(resolved: "ResolvedConfig", *, insecure: bool, dialled: Seque
     Raises:
         ConfigError: something would, or `--insecure` contradicts the configuration.
     """
+    from isthmus.collective.transport.interfaces import is_home
+
     config, origin = resolved.config, resolved.origins["net.tls"]
     if config.net.tls != "off":
         if insecure:
@@ -128,7 +130,7 @@ def require_secure(resolved: "ResolvedConfig", *, insecure: bool, dialled: Seque
     named = [("the ticket's address", one) for address in dialled for one in candidates_of(address)]
     named += [("node.advertise", config.node.advertise or ""), ("node.listen", config.node.listen)]
     for name, address in named:
-        if address and not is_loopback(address) and not insecure:
+        if address and not is_home(address) and not insecure:
             raise ConfigError(
                 f"{name} {address} is beyond this machine, and net.tls from {origin} says to encrypt nothing",
                 cure="leave the encryption on, stay on this machine with --listen 127.0.0.1:0, or add --insecure if "

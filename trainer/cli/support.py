@@ -7,7 +7,6 @@ story. Must import quickly: no torch here.
 
 import contextlib
 import difflib
-import ipaddress
 import json
 import os
 import re
@@ -251,14 +250,3 @@ def client_of(given: Path | None, *, of_coordinator: bool = False) -> "ControlCl
         if past is None:
             raise
         raise nothing_runs(folder, past) from nothing
-
-
-def is_loopback(address: str) -> bool:
-    """Whether `host:port` can only be reached from this machine."""
-    host = address.rpartition(":")[0].strip("[]")
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False

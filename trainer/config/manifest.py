@@ -11,7 +11,6 @@ import json
 
 from pydantic import ValidationError
 
-from isthmus.trainer.config.peers import NodeSection
 from isthmus.trainer.config.settings import Config
 from isthmus.trainer.config.values import Json, flatten
 from isthmus.trainer.errors import Refused
@@ -31,14 +30,13 @@ def manifest_of(config: Config) -> bytes:
     return canonical_json({"format": MANIFEST_FORMAT} | shared)
 
 
-def config_of(manifest: bytes, *, node: NodeSection | None = None) -> Config:
-    """The shared sections of a manifest with this machine's own (or default) `[node]`.
+def config_of(manifest: bytes) -> Config:
+    """The shared sections of a manifest, with a default `[node]`.
 
     Raises:
         Refused: it is no manifest, or one of another version.
     """
-    config = Config.model_validate_json(json.dumps(manifest_sections(manifest)))
-    return config if node is None else config.model_copy(update={"node": node})
+    return Config.model_validate_json(json.dumps(manifest_sections(manifest)))
 
 
 def canonical_json(value: Json) -> bytes:

@@ -75,11 +75,6 @@ class TextShelf:
         self._file: IO[bytes] | None = None
         self._num_chunks = 0
 
-    @property
-    def path(self) -> Path:
-        """Where it is once it is whole."""
-        return self._whole
-
     def load(self) -> Corpus | PreparedText | None:
         """The text, if it is here and whole. Blocks for as long as it takes to hash it.
 

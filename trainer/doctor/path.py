@@ -28,6 +28,7 @@ from isthmus.collective.transport import Channel, Hello, Purpose, TicketSecurity
 from isthmus.collective.transport.certificates import peer_id_of_key
 from isthmus.collective.transport.link import Caps
 from isthmus.collective.transport.racing import race
+from isthmus.collective.transport.security import wall_s
 from isthmus.elastic.wire import decode
 from isthmus.trainer.contact.identity import PeerIdentity
 from isthmus.trainer.contact.joining import stranger_hello
@@ -129,7 +130,7 @@ class Path:
         """Ping a few times."""
         trips: list[tuple[float, float]] = []
         for _ in range(_NUM_PINGS):
-            left_s, began_s = _wall_s(), time.monotonic()
+            left_s, began_s = wall_s(), time.monotonic()
             now = await _expect(self._channel, Now, Ping(), timeout_s=_TIMEOUT_S)
             trip_s = time.monotonic() - began_s
             trips.append((trip_s, now.wall_s - (left_s + trip_s / 2)))
@@ -262,7 +263,3 @@ async def _expect(channel: Channel, kind: type[_R], question: Question, *, timeo
     if not isinstance(reply, kind):
         raise RemoteProtocolError("another answer than was asked for")
     return reply
-
-
-def _wall_s() -> float:
-    return time.time_ns() / 1e9

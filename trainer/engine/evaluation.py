@@ -99,11 +99,6 @@ class Evaluation:
         self._tell = tell
         self._open: _Open | None = None
 
-    @property
-    def is_open(self) -> bool:
-        """Whether there are batches left to judge."""
-        return self._open is not None
-
     async def begin(self, outer_step: int, tokens: int) -> None:
         """Judge the anchor that the values are based on from now on. One that is open is finished first."""
         await self.finish()

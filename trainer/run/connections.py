@@ -17,6 +17,7 @@ from isthmus.collective.core.types import Member, PeerRef
 from isthmus.collective.errors import PeerUnreachable
 from isthmus.collective.transport import Channel, Hello, Listener, Purpose
 from isthmus.collective.transport.link import Caps
+from isthmus.collective.transport.security import wall_s
 from isthmus.elastic.donor.donor import Donor, refuse
 from isthmus.elastic.shell.coordinator import CoordinatorShell
 from isthmus.trainer.config.wiring import bulk_options
@@ -26,7 +27,7 @@ from isthmus.trainer.contact.reach import Reach
 from isthmus.trainer.doctor.callback import CallBack
 from isthmus.trainer.doctor.service import DoctorService, Surroundings
 from isthmus.trainer.errors import ConfigError, EnvironmentFault
-from isthmus.trainer.run.preparation import Start, wall_s
+from isthmus.trainer.run.preparation import Start
 
 log = logging.getLogger(__name__)
 

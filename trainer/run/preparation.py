@@ -11,7 +11,6 @@ Must not know listeners, peers or journals.
 import asyncio
 import hashlib
 import itertools
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -23,6 +22,7 @@ from cryptography import x509
 from isthmus.collective.core.types import PeerId, PeerRef
 from isthmus.collective.transport import Channel, Hello, Mode, Purpose, Security, TicketSecurity, connect
 from isthmus.collective.transport.certificates import certificate_from_bytes, is_signed_by, key_in
+from isthmus.collective.transport.security import wall_s
 from isthmus.trainer.checkpoint.checkpoint import Checkpoint
 from isthmus.trainer.checkpoint.remote import find_resumed, is_url, reaching
 from isthmus.trainer.config.base_model import require_base_model, with_base_model
@@ -313,8 +313,3 @@ def _coordinators_security(
         return own_security(me, kept, terms, config.net.tls)
     certificate = authority_of(founded.run).issue(public_key, round(wall_s() * 1000))
     return own_security(me, certificate, terms, config.net.tls)
-
-
-def wall_s() -> float:
-    """Unix seconds, for tickets and the numbers of certificates."""
-    return time.time_ns() / 1e9

@@ -9,6 +9,7 @@ import contextlib
 import secrets
 from collections.abc import Callable
 
+from isthmus.collective.transport.security import wall_s
 from isthmus.elastic.core.config import REBUILD_SALTS, RebuildRule
 from isthmus.elastic.core.records import BarRecord
 from isthmus.elastic.observation import Observation, Observe, RecordWritten
@@ -21,7 +22,7 @@ from isthmus.trainer.contact.office import Office
 from isthmus.trainer.run.coordination import Coordination
 from isthmus.trainer.run.founding import Founded
 from isthmus.trainer.run.options import Founding, StandingBy
-from isthmus.trainer.run.preparation import Start, wall_s
+from isthmus.trainer.run.preparation import Start
 from isthmus.trainer.workers.loop import Loop
 
 _POLL_S = 0.1

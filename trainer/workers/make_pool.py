@@ -64,7 +64,7 @@ def worker_pool(
             yield WorkerJob(
                 training=msgspec.structs.replace(training, micro_batch=micro_batch.size),
                 device=device,
-                num_threads=num_threads or max(1, _num_cpus() // num_workers),
+                num_threads=num_threads or max(1, len(os.sched_getaffinity(0)) // num_workers),
                 parent_pid=os.getpid(),
                 socket_path=str(folder / "socket"),
                 store_path=str(folder / "store"),
@@ -88,8 +88,3 @@ def loop_pool(loop: Loop) -> WorkerPool:
         request_timeout_s=_LOOP_TIMEOUT_S,
         hang_timeout_s=_LOOP_TIMEOUT_S,
     )
-
-
-def _num_cpus() -> int:
-    """CPUs that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -17,7 +17,7 @@ from isthmus.trainer.workers.shared_buffer import MAILBOX
 
 
 class WorkerRequests:
-    """A method for each request, with `timeout_s`: how long it may take, instead of what follows from the pace.
+    """A method for each request.
 
     Args:
         request_timeout_s: for the first answer to a kind of request, from the request on, and for any later one at
@@ -32,14 +32,7 @@ class WorkerRequests:
         self._pace: WorkerPace
         self._answered_s = 0.0
 
-    async def step(
-        self,
-        indices: Sequence[int],
-        *,
-        inner_step: int,
-        position: float | None = None,
-        timeout_s: float | None = None,
-    ) -> ipc.StepDone:
+    async def step(self, indices: Sequence[int], *, inner_step: int, position: float | None = None) -> ipc.StepDone:
         """Train one inner step on a batch: `backward` and `update` in one request.
 
         Two steps may be under way; they are trained in the order of the calls. If the caller stops waiting, the step
@@ -62,15 +55,10 @@ class WorkerRequests:
             position=_position(inner_step, position),
             indices=_batch(indices),
         )
-        return _slowest(await self._ask(request, ipc.StepDone, timeout_s))
+        return _slowest(await self._ask(request, ipc.StepDone))
 
     async def backward(
-        self,
-        indices: Sequence[int],
-        *,
-        inner_step: int,
-        position: float | None = None,
-        timeout_s: float | None = None,
+        self, indices: Sequence[int], *, inner_step: int, position: float | None = None
     ) -> ipc.BackwardDone:
         """Compute the loss and the clipped gradient on a batch, and leave it there: `store(kind="grad")` reads it.
 
@@ -82,11 +70,9 @@ class WorkerRequests:
             position=_position(inner_step, position),
             indices=_batch(indices),
         )
-        return (await self._ask(request, ipc.BackwardDone, timeout_s))[0]
+        return (await self._ask(request, ipc.BackwardDone))[0]
 
-    async def update(
-        self, *, inner_step: int, position: float | None = None, timeout_s: float | None = None
-    ) -> ipc.StepDone:
+    async def update(self, *, inner_step: int, position: float | None = None) -> ipc.StepDone:
         """Let the inner optimizer use the gradient that is there now, once for each `backward`.
 
         One that came by `load(kind="grad")` is not clipped again. Loss and norm are those of the backward pass.
@@ -94,7 +80,7 @@ class WorkerRequests:
         """
         position = _position(inner_step, position)
         request = ipc.Update(serial=self._link.next_serial(), inner_step=inner_step, position=position)
-        return _slowest(await self._ask(request, ipc.StepDone, timeout_s))
+        return _slowest(await self._ask(request, ipc.StepDone))
 
     async def load(
         self,
@@ -105,7 +91,6 @@ class WorkerRequests:
         keep: float = 0.0,
         reset_optimizer: bool = False,
         own_steps: int | None = None,
-        timeout_s: float | None = None,
     ) -> int:
         """Make the workers take values from the mailbox: value <- keep * value + (1 - keep) * mailbox.
 
@@ -136,10 +121,10 @@ class WorkerRequests:
             reset_optimizer=reset_optimizer,
             own_steps=own_steps,
         )
-        replies = await self._ask(request, ipc.Loaded, timeout_s)
+        replies = await self._ask(request, ipc.Loaded)
         return sum(reply.num_broken for reply in replies)
 
-    async def store(self, ranges: Sequence[slice] = (), *, kind: str = "param", timeout_s: float | None = None) -> int:
+    async def store(self, ranges: Sequence[slice] = (), *, kind: str = "param") -> int:
         """Make the workers write values into the mailbox, which is the caller's again when this returns.
 
         Zeros stand for what does not exist: a kind that is not kept for a parameter, or not before the first step.
@@ -149,10 +134,10 @@ class WorkerRequests:
             After how many inner steps of the inner optimizer it is.
         """
         request = ipc.Store(serial=self._link.next_serial(), kind=kind, spans=_spans(ranges))
-        replies = await self._ask(request, ipc.Stored, timeout_s)
+        replies = await self._ask(request, ipc.Stored)
         return replies[0].own_steps
 
-    async def keep(self, *, place: int | None, timeout_s: float | None = None) -> ipc.Kept:
+    async def keep(self, *, place: int | None) -> ipc.Kept:
         """Make the workers keep a copy of the parameters for `evaluate`, if there is room. Errors as for `load`.
 
         Args:
@@ -160,11 +145,9 @@ class WorkerRequests:
                 present ones.
         """
         request = ipc.Keep(serial=self._link.next_serial(), place=place)
-        return (await self._ask(request, ipc.Kept, timeout_s))[0]
+        return (await self._ask(request, ipc.Kept))[0]
 
-    async def evaluate(
-        self, batches: range | None = None, *, is_kept: bool = False, timeout_s: float | None = None
-    ) -> ipc.Evaluated:
+    async def evaluate(self, batches: range | None = None, *, is_kept: bool = False) -> ipc.Evaluated:
         """Held-out loss, in nats per token. Errors as for `load`.
 
         Args:
@@ -175,20 +158,18 @@ class WorkerRequests:
         request = ipc.Evaluate(serial=self._link.next_serial(), batches=span, is_kept=is_kept)
         # Found before: all batches at once were held against the pace of one, and healthy workers killed.
         pace = "Evaluate all" if batches is None else None
-        return (await self._ask(request, ipc.Evaluated, timeout_s, pace=pace))[0]
+        return (await self._ask(request, ipc.Evaluated, pace=pace))[0]
 
     def _ask_over(self, link: WorkerLink) -> None:
         """Ask the workers at this link from now on. Of their pace nothing is known."""
         self._link = link
         self._pace = WorkerPace(floor_s=self._hang_timeout_s, first_s=self._request_timeout_s)
 
-    async def _ask(
-        self, request: ipc.Question, kind: type[AnswerT], timeout_s: float | None, *, pace: str | None = None
-    ) -> list[AnswerT]:
+    async def _ask(self, request: ipc.Question, kind: type[AnswerT], *, pace: str | None = None) -> list[AnswerT]:
         """The replies of all workers; how long they took is the pace of this kind of request, or of the one named."""
         name, clock = pace or type(request).__name__, asyncio.get_running_loop().time
         began = clock()
-        replies = await self._link.ask(request, kind, self._pace.limit_s(name) if timeout_s is None else timeout_s)
+        replies = await self._link.ask(request, kind, self._pace.limit_s(name))
         now = clock()
         self._pace.took(name, now - max(began, self._answered_s))  # they do one after the other
         self._answered_s = now

@@ -104,11 +104,6 @@ class ShardMap:
         """
         return replace(self, shards=tuple(_beside(shard, tensors.get(shard.name)) for shard in self.shards))
 
-    @property
-    def num_local(self) -> int:
-        """Elements that this worker holds."""
-        return sum(shard.stop - shard.offset for shard in self.shards)
-
     @torch.no_grad()
     def write(self, mailbox: Tensor, ranges: Sequence[range] = ()) -> None:
         """Copy the shards into their places, zeros where a parameter has no values. Done when it returns.

@@ -61,47 +61,32 @@ def test_a_live_connection_tells_its_figures(pair):
     assert info.last_ack_recv_ms < 1000
     assert info.bytes_acked >= 1_000_000
     assert info.bytes_delivered >= 1_000_000
-    assert info.delivery_rate > 0
-    assert info.bytes_retrans == info.total_retrans == 0
+    assert info.bytes_retrans == 0
     assert unacknowledged_nbytes(here) == 0
     assert window_nbytes(here) >= 50_000
 
 
-def test_who_waits_for_the_other_side_to_read_is_limited_by_its_window(pair):
+def test_what_the_other_side_does_not_read_is_unacknowledged(pair):
     here, _ = pair
     here.setblocking(False)
     with pytest.raises(BlockingIOError):
         [here.send(bytes(65536)) for _ in range(10_000)]
     assert unacknowledged_nbytes(here) > 0
-    here.setblocking(True)
-    here.settimeout(0.05)
-    with pytest.raises(TimeoutError):
-        here.sendall(bytes(1 << 20))
-    info = read_tcp_info(here)
-    assert info.rwnd_limited_us + info.sndbuf_limited_us > 0
-    assert info.busy_time_us >= max(info.rwnd_limited_us, info.sndbuf_limited_us)
 
 
 def test_every_field_is_read_from_its_own_place():
     kernel = bytearray(232)
-    kernel[7] = 1
-    for offset, value in ((16, 1448), (56, 10), (68, 11), (100, 12), (148, 13), (192, 1000)):
+    for offset, value in ((16, 1448), (56, 10), (68, 11), (148, 13), (192, 1000)):
         struct.pack_into("=I", kernel, offset, value)
-    for offset, value in ((120, 2**40), (160, 2**41), (168, 21), (176, 22), (184, 23), (208, 24)):
+    for offset, value in ((120, 2**40), (208, 24)):
         struct.pack_into("=Q", kernel, offset, value)
     assert parse_tcp_info(bytes(kernel)) == TcpInfo(
         last_ack_recv_ms=10,
         rtt_us=11,
         min_rtt_us=13,
-        delivery_rate=2**41,
-        is_app_limited=True,
         bytes_acked=2**40,
         bytes_delivered=1_448_000,
         bytes_retrans=24,
-        total_retrans=12,
-        busy_time_us=21,
-        rwnd_limited_us=22,
-        sndbuf_limited_us=23,
     )
 
 
@@ -109,8 +94,8 @@ def test_every_field_is_read_from_its_own_place():
     ("nbytes", "known"),
     [
         (0, set()),
-        (104, {"last_ack_recv_ms", "rtt_us", "total_retrans"}),
-        (136, {"last_ack_recv_ms", "rtt_us", "total_retrans", "bytes_acked"}),
+        (104, {"last_ack_recv_ms", "rtt_us"}),
+        (136, {"last_ack_recv_ms", "rtt_us", "bytes_acked"}),
         (192, set(FIELDS) - {"bytes_delivered", "bytes_retrans"}),
         (400, set(FIELDS)),
     ],

@@ -390,7 +390,7 @@ async def test_a_bulk_connection_is_handed_on_encrypted_with_the_peers_proven_na
         with contextlib.closing(mine), contextlib.closing(theirs):
             assert isinstance(mine, TlsSocket)
             assert isinstance(theirs, TlsSocket)
-            assert (Security.peer_id_of(mine), Security.peer_id_of(theirs)) == (SERVER, CLIENT)
+            assert (mine.peer_id, theirs.peer_id) == (SERVER, CLIENT)
             assert answer.peer_id == SERVER
             mine.send(b"first byte")
             assert await asyncio.get_running_loop().sock_recv_into(theirs, bytearray(100)) == 10

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from isthmus.optim import ANCHOR, Contribution, DiLoCo, Op, Result, Round, RunFacts, Work, build_outer
-from isthmus.optim.async_diloco import ACCUMULATOR, NUM_ARRIVALS, PULLED, PULLED_AT, AsyncDiLoCo, dylu_steps
+from isthmus.optim.async_diloco import ACCUMULATOR, NUM_ARRIVALS, PULLED, PULLED_AT, AsyncDiLoCo
 from isthmus.optim.diloco import MOMENTUM
 from tests.unit.optim.lab import (
     INITIAL,
@@ -224,17 +224,6 @@ def test_a_joiner_counts_from_the_anchor_it_was_given():
 # -------------------------------------------------------------------------------------------- DyLU
 
 
-def test_dynamic_local_updates_are_steps_by_speed():
-    assert dylu_steps(8, SPEEDS) == {"ash": 8, "birch": 4, "cedar": 6, "dogwood": 2}
-    assert dylu_steps(50, {"a": 3.0, "b": 1.0, "c": 0.01}) == {"a": 50, "b": 16, "c": 1}
-    assert dylu_steps(50, {}) == {}
-    with pytest.raises(ValueError, match="base_steps must be at least 1"):
-        dylu_steps(0, SPEEDS)
-    for speed in (0.0, -1.0, float("inf"), float("nan")):
-        with pytest.raises(ValueError, match="speed must be positive and finite"):
-            dylu_steps(8, {"ash": speed})
-
-
 def works_of(outer, num_steps, **settings):
     """(step, worker, its own inner steps) of every arrival."""
     done, arrivals, num_seen = {}, [], 0
@@ -256,7 +245,7 @@ def works_of(outer, num_steps, **settings):
 def test_with_dylu_all_speeds_arrive_at_once_with_their_own_number_of_steps():
     arrivals, trajectory = works_of(AsyncDiLoCo(lr=0.7, momentum=0.9, inner_steps=8, poll_steps=4, dylu=True), 40)
     assert [committed.members for committed in trajectory.committed] == [WORKERS] * 5
-    steps = dylu_steps(8, SPEEDS)
+    steps = {"ash": 8, "birch": 4, "cedar": 6, "dogwood": 2}
     assert arrivals == [(step, worker, steps[worker]) for step in range(8, 41, 8) for worker in WORKERS]
 
 
@@ -281,10 +270,7 @@ def test_with_dylu_a_worker_has_done_at_least_one_step():
 
 def test_a_worker_may_have_steps_of_its_own():
     """Methods that differ in `inner_steps` only: the same plan, the same server."""
-    methods = [
-        AsyncDiLoCo(lr=0.7, momentum=0.9, buffer=4, inner_steps=steps, poll_steps=2)
-        for steps in dylu_steps(8, SPEEDS).values()
-    ]
+    methods = [AsyncDiLoCo(lr=0.7, momentum=0.9, buffer=4, inner_steps=steps, poll_steps=2) for steps in (8, 4, 6, 2)]
     assert len({method.plan(6) for method in methods}) == 1
     states = [begin(method, TABLE.whole(), INITIAL) for method in methods]
     states = [arrive(m, s, *differences(5)).state for m, s in zip(methods, states, strict=True)]

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from isthmus.optim.data_parallel import DataParallel
-from isthmus.optim.desloc import DesLoc, half_life
+from isthmus.optim.desloc import DesLoc
 from isthmus.optim.local_adam import LocalAdam
 from isthmus.optim.outer import ANCHOR, GRAD, PARAM, Contribution, Result, Work
 from isthmus.optim.registry import build_outer
@@ -258,20 +258,8 @@ def test_all_states_every_step_leave_nothing_to_chance():
     assert all(len(outer.plan(step)) == 3 for step in range(1, 100))
 
 
-def test_half_lives_are_the_papers():
-    assert [half_life(beta) for beta in (0.95, 0.999, 0.9999)] == pytest.approx([13.5, 692.8, 6931.1], rel=1e-3)
-    assert 0.97 ** half_life(0.97) == pytest.approx(0.5)
-    assert half_life(0.0) == 0.0
-    for beta in (1.0, -0.1, float("nan")):
-        with pytest.raises(ValueError, match="decay rate"):
-            half_life(beta)
-
-
-def test_the_default_periods_keep_to_the_rule_for_the_second_moment_only():
-    periods = DesLoc().periods
-    assert periods == {PARAM: 256, U: 768, V: 1536}
-    assert periods[V] < half_life(0.9999)
-    assert periods[U] > half_life(0.95)
+def test_the_default_periods_are_the_papers():
+    assert DesLoc().periods == {PARAM: 256, U: 768, V: 1536}
 
 
 def test_lists_of_a_configuration_become_tuples():

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from isthmus.optim import Op, default_outer_lr, outer_types
+from isthmus.optim import Op, outer_types
 from isthmus.optim.recommend import (
     CODEC_NBYTES,
     MAX_DELAY,
@@ -19,7 +19,6 @@ from isthmus.optim.recommend import (
 )
 
 FAST = Links(upload=125e6, download=125e6, round_trip_s=0.05)
-SLOW = Links(upload=110e6 / 8, download=500e6 / 8, round_trip_s=0.05)
 BILLION = Model(num_parameters=10**9, inner_step_s=1.0, num_layers=24)
 
 
@@ -102,7 +101,6 @@ def test_exchanges_that_are_short_but_too_many_are_not_hidden():
 def test_one_peer_exchanges_nothing():
     recommendation = recommend(FAST, BILLION, 1)
     assert all(c.exchange_s == c.nbytes_a_step == 0.0 and c.is_hidden for c in recommendation.candidates)
-    assert recommendation.outer_lr == 0.4
 
 
 @pytest.mark.parametrize("num_layers", [1, 3, 4, 24, 1000])
@@ -117,11 +115,9 @@ def test_fragments_have_three_layers_and_each_has_its_turn(num_layers):
 
 
 def test_by_default_fragments_stream_at_int8():
-    recommendation = recommend(FAST, BILLION, 8)
-    pick = recommendation.pick
+    pick = recommend(FAST, BILLION, 8).pick
     assert (pick.method, pick.inner_steps, pick.codec, pick.delay) == ("streaming", 30, "int8", 2)
     assert pick.is_hidden
-    assert recommendation.outer_momentum == 0.7
 
 
 @pytest.mark.parametrize(
@@ -145,11 +141,6 @@ def test_payloads_are_sparse_where_no_streaming_is_hidden_and_they_make_the_work
     streaming = [c for c in recommendation.candidates if c.method == "streaming"]
     is_sparse = not any(c.is_hidden for c in streaming) and sparse.utilisation > streaming[-1].utilisation
     assert recommendation.pick.method == ("sparseloco" if is_sparse else "streaming")
-    assert (recommendation.outer_lr, recommendation.outer_momentum) == ((3.0, None) if is_sparse else (0.8, 0.7))
-    (of_dense_rounds,) = [reason for reason in recommendation.reasons if "dense_steps" in reason] or [""]
-    dense_s = exchange_s(Op.MEAN, 0.516 * BILLION.num_parameters, megabits(rate), 8)
-    beginning = f"its first 600 inner steps exchange all elements, in {dense_s:.3g} s a round"
-    assert of_dense_rounds.startswith(beginning) == is_sparse
 
 
 def test_slow_links_are_sparse_and_fast_ones_stream():
@@ -167,21 +158,6 @@ def test_among_many_peers_a_mean_of_four_bits_waits_less_than_sparse_payloads_fo
     assert [recommend(megabits(1), BILLION, peers).pick.method for peers in (8, 200)] == ["sparseloco", "streaming"]
 
 
-@pytest.mark.parametrize("links", [FAST, SLOW])
-def test_unreliable_peers_are_decoupled_and_inner_states_that_must_survive_come_first(links):
-    recommendation = recommend(links, BILLION, 8, unreliable=True)
-    assert recommendation.pick.method == "decoupled"
-    assert recommendation.outer_lr == default_outer_lr(8)
-    recommendation = recommend(links, BILLION, 8, unreliable=True, keeps_inner_state=True)
-    assert recommendation.pick.method == "desloc"
-    assert recommendation.outer_lr is recommendation.outer_momentum is None
-
-
-@pytest.mark.parametrize("peers", [1, 2, 4, 6, 8, 50])
-def test_the_outer_learning_rate_is_that_of_the_scaling_laws(peers):
-    assert recommend(FAST, BILLION, peers).outer_lr == default_outer_lr(peers)
-
-
 def test_equal_inputs_give_equal_recommendations():
     assert recommend(FAST, BILLION, 8) == recommend(dataclasses.replace(FAST), dataclasses.replace(BILLION), 8)
 
@@ -189,9 +165,8 @@ def test_equal_inputs_give_equal_recommendations():
 def test_what_is_avoided_is_never_chosen():
     for rate in (1, 100, 1000, 1e5):
         for peers in (1, 2, 8, 60):
-            for unreliable in (False, True):
-                pick = recommend(megabits(rate), BILLION, peers, unreliable=unreliable).pick
-                assert pick.method not in {"qsr", "delayed", "data_parallel"}
+            pick = recommend(megabits(rate), BILLION, peers).pick
+            assert pick.method not in {"qsr", "delayed", "data_parallel"}
 
 
 # ------------------------------------------------------------------------------------------------ published losses
@@ -226,15 +201,9 @@ def test_figures_name_their_source_and_what_is_unknown_says_so():
             assert penalty.evidence
     unknown = {candidate.method for candidate in recommendation.candidates if candidate.penalty.loss is None}
     assert {"sparseloco", "desloc", "local_adam", "noloco", "decoupled"} <= unknown
-    assert any("unknown" in reason for reason in recommendation.reasons)
 
 
-def test_a_loss_measured_with_fewer_peers_is_said_to_be():
-    assert any("known for 2 peers, not for 8" in reason for reason in recommend(FAST, BILLION, 8).reasons)
-    assert not any("peers, not for" in reason for reason in recommend(FAST, BILLION, 2).reasons)
-
-
-# ------------------------------------------------------------------------------------------------ names and text
+# ------------------------------------------------------------------------------------------------ names
 
 
 def test_methods_are_known_by_their_registered_names():
@@ -245,20 +214,6 @@ def test_wire_sizes_are_those_of_the_codecs():
     codec_named = pytest.importorskip("isthmus.collective.codec").codec_named
     for name, nbytes in CODEC_NBYTES.items():
         assert codec_named(name).wire_nbytes(1 << 20) / (1 << 20) == pytest.approx(nbytes, rel=2e-3)
-
-
-def test_the_description_is_a_table_with_the_pick_marked():
-    recommendation = recommend(FAST, BILLION, 8)
-    lines = recommendation.describe().splitlines()
-    table = lines[: lines.index("")]
-    assert len(table) == 1 + len(recommendation.candidates)
-    (marked,) = (line for line in table if line.startswith("*"))
-    assert marked.split()[1:4] == ["streaming", "30", "int8"]
-    assert all(line == line.rstrip() and len(line) <= 150 for line in lines)
-    assert table[0].index("codec") == table[1].index("bf16")
-    assert any("[T]" in line for line in table)
-    assert any("unknown" in line for line in table)
-    assert "outer learning rate 0.8, outer momentum 0.7" in recommendation.describe()
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,7 @@ def load(folder: Path, *pairs: tuple[str, str]) -> Config:
 
 def at_a_joiner(config: Config, folder: Path) -> Config:
     """The run's manifest, with a folder of its own."""
-    return config_of(manifest_of(config), node=NodeSection(model=folder))
+    return config_of(manifest_of(config)).model_copy(update={"node": NodeSection(model=folder)})
 
 
 def test_a_model_that_is_trained_whole_travels_without_its_folder(tmp_path: Path) -> None:

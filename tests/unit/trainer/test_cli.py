@@ -20,9 +20,10 @@ import msgspec
 import pytest
 import torch
 
+from isthmus.collective.transport.interfaces import is_home
 from isthmus.trainer.checkpoint.checkpoint import FOLDER_NAME, STATE_NAME, CheckpointMeta, CheckpointStore
 from isthmus.trainer.cli.app import run
-from isthmus.trainer.cli.support import is_loopback, take_apart
+from isthmus.trainer.cli.support import take_apart
 from isthmus.trainer.config.manifest import manifest_of
 from isthmus.trainer.config.settings import Config
 from isthmus.trainer.config.training import DecoderSection
@@ -725,7 +726,7 @@ def test_config_flags_are_taken_out_of_the_command_line() -> None:
     ],
 )
 def test_loopback_is_known_by_its_address(address: str, expected: bool) -> None:
-    assert is_loopback(address) is expected
+    assert is_home(address) is expected
 
 
 def test_every_operator_error_has_an_exit_code_of_its_own() -> None:

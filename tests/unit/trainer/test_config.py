@@ -15,7 +15,6 @@ from isthmus.trainer.config.keys import DEFAULTS, KNOWN_KEYS
 from isthmus.trainer.config.manifest import config_of, manifest_diff, manifest_digest, manifest_of, manifest_sections
 from isthmus.trainer.config.outer import outer_section
 from isthmus.trainer.config.outer_method import fragment_table, pace_of
-from isthmus.trainer.config.peers import NodeSection
 from isthmus.trainer.config.quantities import (
     format_nbytes,
     format_rate,
@@ -510,9 +509,8 @@ def test_manifest_holds_everything_but_local_sections_and_reads_back_to_itself()
     assert config.coordinator.etcd == ("127.0.0.1:2379",)
     assert b"node" not in manifest
     assert b"coordinator" not in manifest
-    again = config_of(manifest, node=NodeSection(local_workers=4))
+    again = config_of(manifest)
     assert manifest_of(again) == manifest
-    assert again.node.local_workers == 4
     assert again.members.stall_timeout_s == 120.0
     assert manifest_of(load(manifest=manifest).config) == manifest
 

@@ -146,8 +146,3 @@ class _Hand:
             f"a process that prepares the text ended {how}", cure="if memory ran out, give fewer --jobs; then go on"
         )
         return Failed(error.problem, error.cure, True)
-
-
-def num_jobs() -> int:
-    """Processes where nobody says anything: one for each CPU that we may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
