@@ -29,7 +29,7 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Final, Self
+from typing import Any, Self
 
 import msgspec
 import torch
@@ -46,8 +46,6 @@ from isthmus.trainer.workers.channel import DaemonChannel, DaemonGone
 from isthmus.trainer.workers.loader import shares
 from isthmus.trainer.workers.loop import LoopFacts, end_of
 from isthmus.trainer.workers.shared_buffer import SharedBuffer
-
-_NO_FD: Final = -1
 
 
 class _Place(msgspec.Struct, frozen=True):
@@ -342,9 +340,6 @@ class Session:
                 raise ipc.MalformedMessage("a loop of one's own judges its model itself")
 
     def _load(self, request: ipc.Load) -> int:
-        if request.reset_optimizer:
-            self._tensors.optimizer.state.clear()
-            self._own_steps = 0
         values = self._mailbox.at(request.place)
         num_broken = self._tensors.read(request.kind, values, _ranges(request.spans), keep=request.keep)
         if request.own_steps is not None:

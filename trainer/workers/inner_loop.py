@@ -131,7 +131,6 @@ class InnerLoop:
         *,
         kind: str = PARAM,
         keep: float = 0.0,
-        reset_optimizer: bool = False,
         own_steps: int | None = None,
     ) -> int:
         """value <- keep * value + (1 - keep) * mailbox; see `ShardMap.read`.
@@ -142,7 +141,6 @@ class InnerLoop:
             kind: "param", "grad", or the name of a tensor that the inner optimizer keeps. Parameters for which it does
                 not keep it are left out.
             keep: in [0, 1].
-            reset_optimizer: before that, forget the inner optimizer's state, as for a peer that begins anew.
             own_steps: of how many inner steps the optimizer's states are the outcome from now on; None: as before.
 
         Returns:
@@ -155,9 +153,6 @@ class InnerLoop:
         self._job.require_kinds((kind,))
         if kind == PARAM and not self._has_weights and (ranges or keep != 0.0):
             raise RuntimeError("the first load must replace all parameters: they have no values yet")
-        if reset_optimizer:
-            self._optimizer.state.clear()
-            self.own_steps = 0
         num_broken = self._tensors.read(kind, mailbox, ranges, keep=keep)
         if own_steps is not None:
             self._tensors.set_steps(own_steps)

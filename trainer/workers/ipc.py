@@ -56,8 +56,6 @@ class Load(_Message, frozen=True, kw_only=True):
     spans: tuple[Span, ...] = ()
     """What to take; empty: everything."""
     keep: Annotated[float, Meta(ge=0.0, le=1.0)] = 0.0
-    reset_optimizer: bool = False
-    """Before that, forget the inner optimizer's state."""
     own_steps: Natural | None = None
     """How many inner steps the inner optimizer's states are the outcome of from now on; None: as before."""
 

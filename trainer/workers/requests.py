@@ -89,7 +89,6 @@ class WorkerRequests:
         kind: str = "param",
         place: int = MAILBOX,
         keep: float = 0.0,
-        reset_optimizer: bool = False,
         own_steps: int | None = None,
     ) -> int:
         """Make the workers take values from the mailbox: value <- keep * value + (1 - keep) * mailbox.
@@ -102,8 +101,7 @@ class WorkerRequests:
                 Parameters for which it does not keep it are left alone.
             place: of the shared buffer, if the values are not in the mailbox.
             keep: in [0, 1].
-            reset_optimizer: before that, forget the inner optimizer's state.
-            own_steps: of how many inner steps that state is the outcome from now on; None: as before.
+            own_steps: of how many inner steps the inner optimizer's state is the outcome from now on; None: as before.
 
         Returns:
             How many elements were not finite where a part of them was to be kept; they are the mailbox's now.
@@ -118,7 +116,6 @@ class WorkerRequests:
             place=place,
             spans=_spans(ranges),
             keep=keep,
-            reset_optimizer=reset_optimizer,
             own_steps=own_steps,
         )
         replies = await self._ask(request, ipc.Loaded)

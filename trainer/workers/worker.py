@@ -155,7 +155,6 @@ class _Server:
                     _ranges(request.spans),
                     kind=request.kind,
                     keep=request.keep,
-                    reset_optimizer=request.reset_optimizer,
                     own_steps=request.own_steps,
                 )
                 return ipc.Loaded(serial=request.serial, num_broken=num_broken)

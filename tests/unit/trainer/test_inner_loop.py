@@ -121,8 +121,6 @@ def test_who_comes_in_the_middle_of_a_run_warms_up_as_the_run_did(mesh: DeviceMe
     rates = [(fresh.step([0], inner_step).lr, settled.step([0], inner_step).lr) for inner_step in range(8, 14)]
     assert [own for own, _ in rates[:3]] == pytest.approx([0.0025, 0.005, 0.0075])
     assert all(own == usual for own, usual in rates[3:])
-    settled.load(MODEL.initial_parameters(0), reset_optimizer=True)
-    assert settled.step([0], 14).lr == pytest.approx(0.0025)
 
 
 def test_who_begins_with_anothers_moments_goes_on_as_the_other_would(mesh: DeviceMesh) -> None:
@@ -405,22 +403,6 @@ def test_a_part_can_be_blended_and_stored_alone(mesh: DeviceMesh) -> None:
     loop.store(mailbox, (part,))
     assert torch.equal(mailbox[part], after[part])
     assert not mailbox[300:].any()
-
-
-def test_a_reset_optimizer_steps_like_a_new_one(mesh: DeviceMesh) -> None:
-    used = _loop(mesh)
-    for inner_step in range(1, 4):
-        used.step(range(4), inner_step)
-    used.load(MODEL.initial_parameters(0), reset_optimizer=True)
-    kept = _loop(mesh)
-    for inner_step in range(1, 4):
-        kept.step(range(4), inner_step)
-    kept.load(MODEL.initial_parameters(0))
-    new = _loop(mesh)
-    for loop in (used, kept, new):
-        loop.step(range(4, 8), 4)
-    assert torch.equal(_stored(used), _stored(new))
-    assert not torch.equal(_stored(kept), _stored(new))
 
 
 def test_bf16_computes_in_bf16_and_keeps_fp32(mesh: DeviceMesh) -> None:

@@ -10,7 +10,7 @@ import pytest
 from isthmus.trainer.workers import ipc
 
 REQUESTS = [
-    ipc.Load(serial=1, spans=((0, 4), (9, 12)), keep=0.5, reset_optimizer=True),
+    ipc.Load(serial=1, spans=((0, 4), (9, 12)), keep=0.5),
     ipc.Load(serial=2),
     ipc.Load(serial=2, kind="exp_avg_sq", own_steps=7),
     ipc.Step(serial=3, inner_step=7, position=7.5, indices=(5, 6, 2**40)),
