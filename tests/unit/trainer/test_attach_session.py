@@ -193,7 +193,10 @@ def test_an_error_in_the_loop_comes_through_and_its_peer_leaves_at_once(opened: 
     session, around = opened(STEP, then)
     did: list[str] = []
     session._daemon = SimpleNamespace(
-        stop=lambda: did.append("stop"), wait=lambda: did.append("wait"), close=lambda: did.append("close")
+        coordinates=True,
+        stop=lambda: did.append("stop"),
+        wait=lambda: did.append("wait"),
+        close=lambda: did.append("close"),
     )
 
     def fail() -> None:
