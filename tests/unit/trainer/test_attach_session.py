@@ -186,6 +186,33 @@ def test_after_the_session_the_optimizer_is_the_loops_alone(opened: Opener) -> N
     assert len(around.script.replies) == num_replies
 
 
+@pytest.mark.parametrize("then", [STEP, ipc.Stop(serial=4)], ids=["goes on", "is over"])
+def test_an_error_in_the_loop_comes_through_and_its_peer_leaves_at_once(opened: Opener, then: ipc.Request) -> None:
+    session, around = opened(STEP, then)
+    did: list[str] = []
+    session._daemon = SimpleNamespace(
+        coordinates=True,
+        stop=lambda: did.append("stop"),
+        wait=lambda: did.append("wait"),
+        close=lambda: did.append("close"),
+    )
+
+    def fail() -> None:
+        with session:
+            _train(around)
+            around.optimizer.step()
+            raise KeyError("the loop's own")
+
+    with pytest.raises(KeyError, match="the loop's own"):
+        fail()
+    assert did == ["stop", "close"]
+    assert session.is_over
+    assert around.script.is_closed
+    num_replies = len(around.script.replies)
+    around.optimizer.step()
+    assert len(around.script.replies) == num_replies, "the optimizer is the loop's alone"
+
+
 def test_a_daemon_that_is_gone_without_a_word_ends_the_session_with_an_error(opened: Opener) -> None:
     session, around = opened(STEP)
     _train(around)

@@ -456,6 +456,15 @@ def test_export_then_sample_gives_text_on_stdout(isthmus: Isthmus, tmp_path: Pat
     assert (no_text.returncode, no_text.stdout[:5]) == (0, "\ufffd sea"), no_text.stderr
 
 
+def test_a_sample_of_nothing_begins_as_a_line_does(isthmus: Isthmus, tmp_path: Path) -> None:
+    saved_run(tmp_path / "runs" / "demo")
+    assert isthmus("export").returncode == 0
+    nothing, line = (isthmus("sample", prompt, "--tokens", "5", "--temperature", "0") for prompt in ("", "\n"))
+    assert (nothing.returncode, line.returncode) == (0, 0), nothing.stderr
+    assert line.stdout == "\n" + nothing.stdout
+    assert len(nothing.stdout.encode()) > 5, "the tokens, and a line's end"
+
+
 @pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
 def test_a_terminal_without_utf_8_gets_the_result_in_escapes(tmp_path: Path, encoding: str) -> None:
     launch = (

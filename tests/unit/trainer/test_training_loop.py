@@ -8,6 +8,8 @@ import pytest
 
 from isthmus.elastic.errors import NotAMember
 from isthmus.elastic.state.digest import Hasher
+from isthmus.optim.diloco import DiLoCo
+from isthmus.optim.outer import ANCHOR, Work
 from isthmus.trainer.engine.waiting import Patience
 from isthmus.trainer.errors import TrainingFault
 from tests.unit.trainer.loop_rig import BATCH, INNER_STEPS, Happening, Rig
@@ -107,6 +109,25 @@ async def test_work_of_a_missed_round_is_in_the_next_payload_and_undoes_nothing(
     samples = [index for commit in rig.commits for index in commit.samples]
     assert samples == list(range(len(samples))), "no sample of a missed round is lost, or trained twice"
     assert sum(commit.num_tokens for commit in rig.commits) == len(samples)
+
+
+@pytest.mark.parametrize("place", range(30))
+async def test_a_method_hears_of_the_work_that_is_behind_its_payload(
+    hasher: Hasher, place: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    heard: list[Work] = []
+
+    def emit(self, round_, value, shared, private, work, *, out):
+        assert work.samples == float((shared[ANCHOR] - value).sum()), "each sample has taken 1"
+        heard.append(work)
+        return plain(self, round_, value, shared, private, work, out=out)
+
+    plain = DiLoCo.emit
+    monkeypatch.setattr(DiLoCo, "emit", emit)
+    rig = Rig(hasher, [NOTHING] * place + [Happening.MISSED_ROUND], outer_steps=5)
+    await rig.run()
+    assert heard
+    assert all(work.samples == BATCH * work.inner_steps for work in heard)
 
 
 @pytest.mark.parametrize("place", range(30))

@@ -117,6 +117,16 @@ def test_a_workers_micro_batch_is_its_share_unless_node_says_less_and_no_clippin
     assert training_job(config(inner__batch_size=6, node__micro_batch=30)).micro_batch == 6
 
 
+@pytest.mark.parametrize("kind", ["cosine", "wsd", "constant"])
+def test_a_schedule_spans_the_whole_run_whatever_its_kind(kind: str) -> None:
+    flat = {"inner__schedule__min_ratio": 0.25} if kind != "constant" else {}
+    made = config(run__outer_steps=40, outer__inner_steps=10, inner__schedule__type=kind, **flat)
+    schedule = training_job(made).schedule
+    assert (schedule.type, schedule.total_steps, schedule.warmup_steps) == (kind, 400, 20)
+    assert schedule.decay_steps == (80 if kind == "wsd" else None)
+    assert schedule.min_ratio == (1.0 if kind == "constant" else 0.25)
+
+
 def test_how_workers_compute_is_the_nodes_to_say() -> None:
     job = training_job(
         config(
