@@ -37,7 +37,8 @@ _ROUNDING: Final = 1e-9
 class Adopt(torch.optim.Optimizer):
     """ADOPT with decoupled weight decay, and any number of first moments.
 
-    The states of a parameter are "step", `momentum_names(N)` and "exp_avg_sq", all updated in place.
+    The states of a parameter are "step", `momentum_names(N)` and "exp_avg_sq", all updated in place. Moments are
+    fp32 at least: in bf16 a factor of 0.9999 changes nothing, and they would never forget.
 
     Args:
         params: as for any optimizer of torch; gradients are dense. DTensors are welcome.
@@ -94,10 +95,14 @@ class Adopt(torch.optim.Optimizer):
     def _update(self, param: Tensor, grad: Tensor, group: dict[str, Any]) -> None:
         *betas, second_beta = group["betas"]
         names, state = momentum_names(len(betas)), self.state[param]
+        wide = torch.promote_types(param.dtype, torch.float32)
+        grad = grad.to(wide)
         if not state:
             state["step"] = torch.tensor(0.0)
             for name in (*names, SECOND_MOMENT):
-                state[name] = torch.zeros_like(param)
+                state[name] = torch.zeros_like(param, dtype=wide)
+        for name in (*names, SECOND_MOMENT):
+            state[name] = state[name].to(wide)  # `load_state_dict` gives them the parameter's dtype
         second, steps = state[SECOND_MOMENT], state["step"].item()
         state["step"] += 1
         if steps == 0:

@@ -185,3 +185,21 @@ def test_weights_that_are_one_in_sum_but_for_rounding_are_welcome():
     half = math.nextafter(0.5, 1.0)
     assert half + half > 1.0
     Adopt([torch.nn.Parameter(torch.ones(2))], betas=(0.9, 0.9, 0.9), omegas=(half, half))
+
+
+def test_moments_of_bf16_parameters_are_forgotten_as_fast_as_others_also_after_a_restart():
+    ends = []
+    for dtype in (torch.float32, torch.bfloat16):
+        param = torch.nn.Parameter(torch.ones(4, dtype=dtype))
+        optimizer = Adopt([param], betas=(0.9, 0.999))
+        for step in range(2000):
+            if step == 1000:
+                written = copy.deepcopy(optimizer.state_dict())
+                optimizer = Adopt([param], betas=(0.9, 0.999))
+                optimizer.load_state_dict(written)
+            param.grad = torch.full((4,), 8.0 if step == 0 else 0.5, dtype=dtype)
+            optimizer.step()
+        ends.append(optimizer.state[param]["exp_avg_sq"])
+    assert ends[1].dtype == torch.float32
+    torch.testing.assert_close(ends[1], ends[0], rtol=0.01, atol=0.0)  # found before: it stayed at 64
+    assert float(ends[0][0]) < 10.0
