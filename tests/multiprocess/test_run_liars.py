@@ -66,15 +66,22 @@ def test_a_member_that_works_against_the_others_harms_them_only_where_no_guard_i
     with running(tmp_path) as run:
         flags = ("--outer.guard", guard, "--inner.schedule.type", "constant", "--members.equal_steps", "true")
         # There must be something to lose; and beside veterans a newcomer that is guarded against is an outlier.
+        # Nobody is late: the part of one that hands in little is small.
+        flags += ("--members.patience", "100")
         honest, liar = three_honest_and(run, "against", *flags, after=30 if is_harmed else 0)
         run.until("liar", lambda: bool(liar.commits()))
         began = honest[0].step
-        run.until_step(began + 50, *honest, liar)
+
+        def losses() -> list[float]:
+            return [event["loss"] for event in honest[0].events("evaluate") if event["outer_step"] > began]
+
+        if is_harmed:
+            run.until("harm", lambda: max(losses(), default=0.0) > 1.2 * min(losses(), default=math.inf))
+        else:
+            run.until_step(began + 50, *honest, liar)
+            assert fmean(losses()[-5:]) < 0.7 * fmean(losses()[:5]), losses()
         assert not honest[0].events("lied"), "a factor of 5 is no outlier to the coordinator"
         run.leave_all()
-    losses = [event["loss"] for event in honest[0].events("evaluate") if event["outer_step"] > began]
-    change = fmean(losses[-5:]) / fmean(losses[:5])
-    assert change > 1.2 if is_harmed else change < 0.7, losses
     assert_same_commits(*honest, liar)
 
 
