@@ -3,7 +3,8 @@
 
 A member that a commit has held work of is not put out on the word of newcomers, and half of the last commit's members
 are never put out by accusations alone. Nor does a round go on without the late if newcomers alone are left. One voice
-never outweighs members who reach each other: who goes alone has at least as many broken links as any who stay.
+never outweighs members who reach each other: who goes alone has at least as many broken links as any who stay, be it
+among the members or with those, too, who went since the last commit.
 """
 
 from collections import defaultdict
@@ -94,14 +95,17 @@ class Blame:
         if len(blamed) == 1:
             (out,) = blamed
             stay = {peer for link in now for peer in link} - blamed
+            everybody = members.union(*self._broken)
             for peer in stay & {member.peer_id for member in record.view.members}:
-                fewer = self._num_broken(peer, members) <= self._num_broken(out, members)
-                demand(fewer, "I5", f"{out} is put out, and {peer} stays with more broken links")
+                is_fewer = any(
+                    self._num_broken(peer, known) <= self._num_broken(out, known) for known in (members, everybody)
+                )
+                demand(is_fewer, "I5", f"{out} is put out, and {peer} stays with more broken links")
         self._said.clear()
         self._view = record.view
 
-    def _num_broken(self, peer: PeerId, members: set[PeerId]) -> int:
-        """Links with the members of that view. What newcomers say of each other counts, and of others it does not."""
+    def _num_broken(self, peer: PeerId, known: set[PeerId]) -> int:
+        """Links with those. What newcomers say of each other counts, and of others it does not."""
         links = (link for link in self._broken if peer in link)
-        others = {other for link in links for other in link if other != peer} & members
+        others = {other for link in links for other in link if other != peer} & known
         return len(others & self._proven if peer in self._proven else others)

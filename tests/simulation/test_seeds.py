@@ -76,6 +76,11 @@ def test_who_weighed_nothing_may_install_what_others_committed_before_it_hears_t
     assert Simulator(86089).run().violation is None
 
 
+def test_a_broken_link_with_who_has_gone_since_the_last_commit_counts_against_who_goes_next() -> None:
+    # The checker counted links among members alone: two of the one that stayed, and one of the one that nobody reached.
+    assert Simulator(101190).run().violation is None
+
+
 RICH = (266, 271, 287, 321, 341, 360, 454, 499, 551, 715, 775, 795)
 """Seeds that exercise every rule. Where a change has moved their histories, the first 800 are looked through."""
 
