@@ -16,8 +16,6 @@ has one digest at all members.
 
 import argparse
 import asyncio
-import json
-import os
 import statistics
 import sys
 import tempfile
@@ -28,7 +26,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from scripts.join_run import Process, Row, Run, network
+from scripts.join_run import Process, Row, Run, network, tell
 
 FIRST_STEPS = 6
 """Links are measured and warm up."""
@@ -124,9 +122,7 @@ def line(row: Row) -> str:
 def main() -> int:
     """Run and print; returns the exit code."""
     options = _options()
-    rows = asyncio.run(run_all(options))
-    if options.json:
-        options.json.write_text(json.dumps({"cores": os.cpu_count(), "rows": rows}, indent=1))
+    tell(asyncio.run(run_all(options)), options.json)
     return 0
 
 

@@ -18,7 +18,6 @@ until it is a member again, over those of the state. Checked: one digest a step,
 import argparse
 import asyncio
 import dataclasses
-import json
 import os
 import signal
 import statistics
@@ -34,7 +33,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from isthmus.elastic.core.records import CommitRecord
 from isthmus.elastic.journal.journal import Journal
 from scripts.join_peer import RUN_ID, peer_id_of
-from scripts.join_run import Process, Row, Run, network
+from scripts.join_run import Process, Row, Run, network, tell
 from scripts.wanlink.wan import Wan
 
 MEMBERS = 3
@@ -277,9 +276,7 @@ async def run_all(options: argparse.Namespace) -> list[Row]:
 
 def main() -> int:
     options = _options()
-    rows = asyncio.run(run_all(options))
-    if options.json:
-        options.json.write_text(json.dumps({"cores": os.cpu_count(), "rows": rows}, indent=1))
+    tell(asyncio.run(run_all(options)), options.json)
     return 0
 
 

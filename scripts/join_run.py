@@ -7,6 +7,7 @@ Rules: whatever is waited for has a deadline; a peer that ends by itself ends th
 import asyncio
 import contextlib
 import json
+import os
 import sys
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -113,6 +114,12 @@ class Run:
             with contextlib.suppress(ProcessLookupError):
                 process.process.kill()
             await process.process.wait()
+
+
+def tell(rows: list[Row], path: Path | None) -> None:
+    """Write all figures of a benchmark, where that is asked for (`--json`)."""
+    if path is not None:
+        path.write_text(json.dumps({"cores": os.cpu_count(), "rows": rows}, indent=1))
 
 
 @contextlib.asynccontextmanager
