@@ -250,6 +250,7 @@ class Communicator:
         codec: str = "raw",
         plan: str = "auto",
         record: Record | None = None,
+        is_tolerant: bool = False,
         deadline_s: float | None = None,
     ) -> RoundStats:
         """The same bits on all members: Σ w·x / Σ w, Σ w·x, or the elementwise minimum or maximum.
@@ -267,9 +268,14 @@ class Communicator:
             plan: "butterfly" or "ring"; "auto" takes the fastest for the links that `survey` found.
             record: receives (start, numel, wire form) of every result chunk, valid during the call; see
                 `decode_result`.
+            is_tolerant: another member's numbers that cannot be added up do not abort the round: the result has zeros
+                there, and `RoundStats.sizes` tells whose they are. For callers that look at these. Without effect
+                where sums go through third hands.
             deadline_s: see the class.
         """
-        given = Reducible(tensor, out=out, op=op, weight=weight, told=told, codec=codec, record=record)
+        given = Reducible(
+            tensor, out=out, op=op, weight=weight, told=told, codec=codec, record=record, is_tolerant=is_tolerant
+        )
         members, rank = self._place(key)
         if told is not None and (len(told) != len(members) or told[rank] != weight):
             raise ValueError("told must hold the weight of every member, ours included")

@@ -102,7 +102,11 @@ class SlicePlan:
 
     def is_rooted_at(self, rank: int, chunk: int) -> bool:
         """Whether the result of this chunk is made by this rank."""
-        return self.routes[self.slice_of(chunk)].root == rank
+        return self.root_of(chunk) == rank
+
+    def root_of(self, chunk: int) -> int:
+        """The rank that makes the result of this chunk."""
+        return self.routes[self.slice_of(chunk)].root
 
     def rooted_at(self, rank: int) -> list[int]:
         """The chunks whose result is made by this rank, rising."""

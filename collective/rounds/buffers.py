@@ -20,6 +20,7 @@ from torch import Tensor
 from isthmus.collective.codec.base import NotFinite, first_non_finite, weighted_sum
 from isthmus.collective.errors import NonFiniteInput
 from isthmus.collective.rounds.plan import RoundPlan
+from isthmus.collective.rounds.sizes import Sizes
 from isthmus.collective.transport.memory import Scratch, bytes_of
 
 Record = Callable[[int, int, memoryview], None]
@@ -39,7 +40,6 @@ DTYPES = {
 """What can travel, and its name on the wire."""
 HALF = (torch.bfloat16, torch.float16)
 OPS = ("mean", "sum", "min", "max")
-_HUGE = 1e30
 
 
 class RoundBuffers:
@@ -53,6 +53,7 @@ class RoundBuffers:
         out: where results go; element 0 is the element `out_base`.
         weight: of our part, for "mean" and "sum".
         record: see Record.
+        is_tolerant: see `Communicator.all_reduce`.
     """
 
     is_identity = True
@@ -70,6 +71,7 @@ class RoundBuffers:
         out_base: int = 0,
         weight: float = 1.0,
         record: Record | None = None,
+        is_tolerant: bool = False,
     ) -> None:
         self.op = op
         self._plan = plan
@@ -82,7 +84,10 @@ class RoundBuffers:
         self._is_begun = bytearray(plan.slices.num_chunks)  # our own part is in the sum
         self._looks_at_numbers = source.is_floating_point() and op in ("mean", "sum")
         self._rank = rank
-        self._measures = [Measure() for _ in range(plan.slices.world_size)]
+        self._seen = Sizes(plan.slices.world_size, rank)
+        self._is_direct = all(route.is_star and route.is_reduced for route in plan.slices.routes)
+        self._is_tolerant = is_tolerant and self._is_direct and self._looks_at_numbers
+        self._spoiled = set[int]()  # chunks that cannot be added up
         self._wide: dict[int, Tensor] = {}
         if source.dtype in HALF and self._looks_at_numbers:
             own = plan.slices.rooted_at(rank)
@@ -93,7 +98,7 @@ class RoundBuffers:
     @property
     def sizes(self) -> tuple[float, ...]:
         """See RoundStats."""
-        return tuple(measure.size for measure in self._measures)
+        return self._seen.by_rank()
 
     # -------------------------------------------------------------------------------- to the sockets
 
@@ -137,7 +142,9 @@ class RoundBuffers:
             OverflowError: the sum is too large for the dtype.
         """
         part = self._values_of(wire, is_into_root=is_into_root)
-        self._measure(chunk, part, rank)
+        self._measure(chunk, part, weight, rank)
+        if chunk in self._spoiled:
+            return  # it was a part of one member, and so was this: there is a sum of several only where none is spoiled
         if chunk in self._wide:
             total = self._wide[chunk]
             if not self._is_begun[chunk]:
@@ -148,7 +155,7 @@ class RoundBuffers:
             self._combine(self._own_part(chunk) if not self._is_begun[chunk] else None, part, weight, total)
         is_first, self._is_begun[chunk] = not self._is_begun[chunk], 1
         if self._looks_at_numbers and first_non_finite(total) is not None:
-            self._blame(chunk, part, is_first=is_first)
+            self._spoil(chunk, part, rank, is_first=is_first)
 
     def finish(self, chunk: int, weight_sum: float) -> None:
         """Divide by `weight_sum`. All zeros if that is 0.
@@ -167,6 +174,8 @@ class RoundBuffers:
                 total.mul_(self._weight)
             if self._looks_at_numbers and first_non_finite(total) is not None:
                 self._blame(chunk, None, is_first=True)
+        if chunk in self._spoiled:
+            total.zero_()
         if self.op == "mean":
             divide(total, weight_sum)
         out = self._out_part(chunk)
@@ -183,6 +192,7 @@ class RoundBuffers:
 
     def install_landed(self, chunk: int) -> None:
         """Take a result that arrived in its landing place."""
+        self._measure_sum(chunk)
         self._tell_record(chunk, self.landing_place(chunk))
 
     def first_bad_input(self) -> int | None:
@@ -200,18 +210,28 @@ class RoundBuffers:
 
     # -------------------------------------------------------------------------------- inside
 
-    def _measure(self, chunk: int, part: Tensor, rank: int | None) -> None:
-        """How large the numbers of this member's part are, and once those of our own at the same place."""
+    def _measure(self, chunk: int, part: Tensor | None, weight: float, rank: int | None) -> None:
+        """How large the numbers of this member's part are, None if there are none, and once those of our own.
+
+        A part without weight is not in the sum, unless it spoils it.
+        """
         if rank is None or not self._looks_at_numbers:
             return
-        self._measures[rank].take(part)
-        if not self._is_begun[chunk]:
-            self._measures[self._rank].take(self._own_part(chunk))
+        if weight > 0.0 or part is None:
+            self._seen.saw_part(rank, part)
+        if not self._is_begun[chunk] and self._weight > 0.0:
+            self._seen.saw_part(self._rank, self._own_part(chunk))
 
     def _measure_alone(self, chunk: int) -> None:
         """The same of our own part, where there is no other."""
-        if self._looks_at_numbers:
-            self._measures[self._rank].take(self._own_part(chunk))
+        if self._looks_at_numbers and self._weight > 0.0:
+            self._seen.saw_part(self._rank, self._own_part(chunk))
+
+    def _measure_sum(self, chunk: int) -> None:
+        """How large another root's sum is. Through third hands nobody knows whose doing it is."""
+        if self._looks_at_numbers and self._is_direct:
+            root = self._plan.slices.root_of(chunk)
+            self._seen.saw_sum(root, self._out_part(chunk), self._own_part(chunk))
 
     @cached_property
     def _source_bytes(self) -> memoryview:  # cut as memoryviews: ten times cheaper than cutting tensors
@@ -237,6 +257,14 @@ class RoundBuffers:
                     weighted_sum(own, self._weight, part, weight, total)
             case _:
                 torch.add(total if own is None else own, part, out=total)
+
+    def _spoil(self, chunk: int, part: Tensor | None, rank: int | None, *, is_first: bool) -> None:
+        """The sum is not finite: go on without one where that is wished for and not our own part is to blame."""
+        if not self._is_tolerant or (is_first and first_non_finite(self._own_part(chunk)) is not None):
+            self._blame(chunk, part, is_first=is_first)
+        if rank is not None and part is not None and first_non_finite(part) is not None:
+            self._seen.saw_part(rank, None)
+        self._spoiled.add(chunk)
 
     def _blame(self, chunk: int, part: Tensor | None, *, is_first: bool) -> NoReturn:
         index = first_non_finite(self._own_part(chunk)) if is_first else None
@@ -265,29 +293,6 @@ class RoundBuffers:
     def _tell_record(self, chunk: int, payload: memoryview) -> None:
         if self.record is not None:
             self.record(self._starts[chunk], self._plan.numel_of(chunk), payload)
-
-
-class Measure:
-    """Root mean square of what it was given. A pass over what is in the cache: a tenth of what adding it costs."""
-
-    def __init__(self) -> None:
-        self._squares = 0.0
-        self._numel = 0
-
-    def take(self, part: Tensor) -> None:
-        """Some more numbers, floats."""
-        if part.dtype in HALF:
-            part = part.float()
-        self._squares += torch.dot(part, part).item()
-        self._numel += part.numel()
-
-    @property
-    def size(self) -> float:
-        """0 of nothing; what is too large to be squared is called `_HUGE`."""
-        if not self._numel:
-            return 0.0
-        size = math.sqrt(self._squares / self._numel) if self._squares < math.inf else _HUGE
-        return min(size, _HUGE)
 
 
 def divide(total: Tensor, weight_sum: float) -> None:

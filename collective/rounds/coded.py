@@ -67,15 +67,24 @@ class CodedBuffers(RoundBuffers):
             super().add(chunk, wire, weight, is_into_root=False, rank=rank)
             return
         total = self._out_part(chunk)
-        self._codec.check(wire, total.numel())
+        try:
+            self._codec.check(wire, total.numel())
+        except NotFinite:
+            if rank is None or not self._is_tolerant:
+                raise
+            self._measure(chunk, None, weight, rank)
+            self._spoiled.add(chunk)
+            self._is_begun[chunk] = 1
+            return
         base, base_weight = (total, 1.0) if self._is_begun[chunk] else (self._own_part(chunk), self._weight)
         if rank is None:
             self._codec.accumulate(wire, weight, base, base_weight, total)
         else:
             part = self._decoded[: total.numel()]
             self._codec.decode(wire, part)
-            self._measure(chunk, part, rank)
-            weighted_sum(base, base_weight, part, weight, total)
+            self._measure(chunk, part, weight, rank)
+            if chunk not in self._spoiled:
+                weighted_sum(base, base_weight, part, weight, total)
         self._is_begun[chunk] = 1  # `finish` looks at the sum, since it encodes it
 
     @cached_property
@@ -95,29 +104,33 @@ class CodedBuffers(RoundBuffers):
             torch.mul(self._own_part(chunk), self._weight, out=total)
             self._measure_alone(chunk)
         wire = self._results[chunk]
-        divisor = weight_sum if self.op == "mean" else 1.0
-        scales = self._codec.scales(wire, total.numel()) if divisor >= 1.0 else None  # a larger one may be too large
         try:
-            if scales is None:
-                self._divide(total, divisor)
-            self._codec.encode(total, wire)
+            if chunk not in self._spoiled:
+                self._encode_mean(total, wire, weight_sum if self.op == "mean" else 1.0)
         except NotFinite:
-            self._blame(chunk, None, is_first=True)
-        if scales is not None and divisor != 1.0:
-            torch.threshold_(scales.div_(divisor), TINY, 0.0)  # the mean of all, without a pass over all
+            self._spoil(chunk, None, None, is_first=True)
+        if chunk in self._spoiled:
+            self._codec.encode(total.zero_(), wire)
         self._codec.decode(wire, total)
         self._tell_record(chunk, bytes_of(wire))
 
-    def _divide(self, total: Tensor, divisor: float) -> None:
-        if divisor <= 0.0 and first_non_finite(total) is not None:
-            raise NotFinite("zeros would hide it")
-        divide(total, divisor)
+    def _encode_mean(self, total: Tensor, wire: Tensor, divisor: float) -> None:
+        """Write the wire form of `total / divisor`; spoils `total`. Raises NotFinite."""
+        scales = self._codec.scales(wire, total.numel()) if divisor >= 1.0 else None  # a larger one may be too large
+        if scales is None:
+            if divisor <= 0.0 and first_non_finite(total) is not None:
+                raise NotFinite("zeros would hide it")
+            divide(total, divisor)
+        self._codec.encode(total, wire)
+        if scales is not None and divisor != 1.0:
+            torch.threshold_(scales.div_(divisor), TINY, 0.0)  # the mean of all, without a pass over all
 
     def install(self, chunk: int, wire: Tensor, weights: Sequence[float | None]) -> None:  # noqa: ARG002
         """Decode a result. Raises NotFinite if it holds NaN or infinity."""
         out = self._out_part(chunk)
         self._codec.check(wire, out.numel())
         self._codec.decode(wire, out)
+        self._measure_sum(chunk)
         if chunk in self._results:
             self._results[chunk].copy_(wire)
         self._tell_record(chunk, bytes_of(wire))

@@ -40,6 +40,7 @@ class Operation:
         told: see Round.
         codec: its name.
         record: see RoundBuffers.
+        is_tolerant: see RoundBuffers.
         predicted_s: what the cost model expects.
         paces: see Choice; of the members of the round.
     """
@@ -59,6 +60,7 @@ class Operation:
         told: Sequence[float] | None = None,
         codec: str = "raw",
         record: Record | None = None,
+        is_tolerant: bool = False,
         predicted_s: float | None = None,
         paces: Matrix | None = None,
     ) -> None:
@@ -74,6 +76,7 @@ class Operation:
         self._target, self._target_base = target, target_base
         self._codec = codec
         self._record = record
+        self._is_tolerant = is_tolerant
         self._out = target
         self._taken: list[Tensor] = []
 
@@ -122,6 +125,7 @@ class Operation:
                 source_base=rank * self._source.numel(),
                 weight=self.weight,
                 record=self._record,
+                is_tolerant=self._is_tolerant,
             )
         if self._codec != "raw":
             return CodedBuffers(
@@ -134,6 +138,7 @@ class Operation:
                 out=self._out,
                 weight=self.weight,
                 record=self._record,
+                is_tolerant=self._is_tolerant,
             )
         return RoundBuffers(
             plan=self.plan,
@@ -145,6 +150,7 @@ class Operation:
             out_base=self._target_base,
             weight=self.weight,
             record=self._record,
+            is_tolerant=self._is_tolerant,
         )
 
     async def settle(self) -> None:

@@ -33,10 +33,12 @@ class Reducible:
         told: Sequence[float] | None = None,
         codec: str = "raw",
         record: Record | None = None,
+        is_tolerant: bool = False,
     ) -> None:
         self.source = flat("tensor", tensor)
         self.target = self.source if out is None else flat("out", out)
         self.op, self.weight, self.told, self.codec, self.record = op, weight, told, codec, record
+        self.is_tolerant = is_tolerant
         check_weight(weight, self.source.dtype, op)
         if op not in OPS:
             raise ValueError(f"no operation {op!r}; there are {', '.join(OPS)}")
@@ -66,6 +68,7 @@ def all_reduce(workplace: Workplace, world_size: int, given: Reducible, plan: st
         told=given.told,
         codec=given.codec,
         record=given.record,
+        is_tolerant=given.is_tolerant,
     )
 
 

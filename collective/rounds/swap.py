@@ -24,9 +24,10 @@ class SwapBuffers(RoundBuffers):
 
     is_identity = False
 
-    def __init__(self, *, rank: int, **more: Any) -> None:  # noqa: ANN401
+    def __init__(self, *, rank: int, is_tolerant: bool = False, **more: Any) -> None:  # noqa: ANN401
         super().__init__(rank=rank, **more)
         self._wide = {}
+        self._is_tolerant = is_tolerant and self._looks_at_numbers
 
     def result(self, chunk: int) -> memoryview:
         """Our part."""
@@ -55,15 +56,19 @@ class SwapBuffers(RoundBuffers):
         else:
             self._add_up(low, high, out, [1.0 if weight is None else weight for weight in weights])
         if self._looks_at_numbers:
-            self._measures[1 - self._rank].take(part)
-            self._measures[self._rank].take(own)
+            for rank, weight in enumerate(weights):
+                if weight != 0.0:
+                    self._seen.saw_part(rank, low if rank == 0 else high)
         if self._looks_at_numbers and first_non_finite(out) is not None:
             index = first_non_finite(own)
             if index is not None:
                 raise NonFiniteInput(first + index)
-            if first_non_finite(part) is not None:
-                raise NotFinite("a part holds NaN or infinity")
-            raise OverflowError("the result overflows its dtype")
+            if not self._is_tolerant:
+                if first_non_finite(part) is not None:
+                    raise NotFinite("a part holds NaN or infinity")
+                raise OverflowError("the result overflows its dtype")
+            self._seen.saw_part(1 - self._rank, None)
+            out.zero_()
         if self.record is not None:
             item = self._item_nbytes
             self.record(first, place.stop - first, self._out_bytes[first * item : place.stop * item])

@@ -175,12 +175,13 @@ class Witnesses:
 
     def _too_large(self, sizes: Sequence[float], weights: Sequence[float]) -> list[tuple[int, float]]:
         """The ranks whose parts are out of the others' range as one member saw them, and by what factor they are."""
-        known = [rank for rank, size in enumerate(sizes) if size > 0.0 and weights[rank] > 0.0]
-        if len(known) < 2:
-            return []
+        known = [rank for rank, size in enumerate(sizes) if size > 0.0]
         found = []
         for rank in known:
-            others = [sizes[other] * max(1.0, weights[rank] / weights[other]) for other in known if other != rank]
+            beside = [other for other in known if other != rank and weights[other] > 0.0]
+            others = [sizes[other] * max(1.0, weights[rank] / weights[other]) for other in beside]
+            if not others:
+                continue
             # Newcomers that warm up send far less than their work would say (found by chaos: an honest veteran among
             # them was 16 times as large), so what was usual before counts as well, and where nobody knows, more may be.
             usual = max(statistics.median(others), statistics.median(self._usual) if self._usual else 0.0)

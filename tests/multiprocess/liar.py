@@ -3,9 +3,12 @@
 
     weight       its worker claims to have trained on a million million tokens a step, and sends noise
     noise        its worker sends noise, a thousand times as large as the others' differences
+    huge         its worker sends numbers whose weighted sum is beyond the largest fp32
+    not_finite   it sends parts with a NaN
     against      its worker sends −5 times its difference
     two_weights  it tells every other member another weight
     two_results  it gives two of the others another sum than the rest, in rounds; in surveys of links it is honest
+    sum          it gives all the same false sum of its slice, in rounds
     two_surveys  it tells two of the others that its line is slow, and the rest the truth; its rounds are honest
     digest       it votes for another state than it has computed, in every round
     unsigned     it signs something else than what it votes for
@@ -16,6 +19,7 @@ Not a test. Nothing else of it is changed: it joins, leases, exchanges and votes
 """
 
 import dataclasses
+import math
 import os
 import struct
 import sys
@@ -26,6 +30,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # for scripts/
 
 HUGE_TOKENS = 10**12
 NOISE = 100.0
+HUGE = 3e38
+FALSE_SUM = 100.0
 AGAINST = -5.0
 SLOW_BYTES_PER_S = 10_000.0
 
@@ -52,7 +58,9 @@ def _lie_as_worker(kind: str) -> None:
 
     def spoil(self: InnerLoop, mailbox: torch.Tensor, *arguments: Any, **more: Any) -> None:
         store(self, mailbox, *arguments, **more)
-        if kind == "against":
+        if kind == "huge":
+            mailbox.fill_(HUGE)
+        elif kind == "against":
             mailbox.sub_(began).mul_(AGAINST).add_(began)
         else:
             mailbox.add_(torch.randn(mailbox.shape), alpha=NOISE)
@@ -84,8 +92,10 @@ def forged(me: Any, sign: Any) -> Any:
 def lie(kind: str) -> None:
     """Run the command that the rest of the command line gives."""
     import msgspec
+    import torch
 
     from isthmus.collective.rounds.chunks import ChunkSend
+    from isthmus.collective.rounds.coded import CodedBuffers
     from isthmus.collective.rounds.outbox import Outbox
     from isthmus.collective.transport.wire import FrameType, pack
     from isthmus.elastic.core.line import Line
@@ -96,7 +106,7 @@ def lie(kind: str) -> None:
     from scripts.chaoslab.mute import MUTE, keep_votes_while
 
     sign = PeerSigner.sign
-    if kind in ("weight", "noise", "against"):
+    if kind in ("weight", "noise", "huge", "against"):
         _lie_as_worker(kind)
     if kind == "two_weights":
         put_open, pieces = Outbox.put_open, ChunkSend.pieces
@@ -134,6 +144,30 @@ def lie(kind: str) -> None:
             return pack(outbox._header(self.type, len(payload), self.chunk), payload), memoryview(payload)
 
         ChunkSend.pieces = betray  # type: ignore[method-assign]
+    if kind == "not_finite":
+        finite_pieces = ChunkSend.pieces
+
+        def spoil(self: ChunkSend, scratch: Any) -> Any:
+            made, outbox = finite_pieces(self, scratch), cast(Any, self.owner)
+            if made is None or self.type is not FrameType.PART or outbox._key.fragment == _SURVEY_FRAGMENT:
+                return made
+            payload = bytearray(made[1])
+            payload[:4] = struct.pack("<f", math.nan)
+            return pack(outbox._header(self.type, len(payload), self.chunk), payload), memoryview(payload)
+
+        ChunkSend.pieces = spoil  # type: ignore[method-assign]
+    if kind == "sum":
+        finish = CodedBuffers.finish
+
+        def falsify(self: CodedBuffers, chunk: int, weight_sum: float) -> None:
+            part, self.record = self.record, None
+            finish(self, chunk, weight_sum)
+            self.record = part
+            self._codec.encode(torch.full_like(self._out_part(chunk), FALSE_SUM), self._results[chunk])
+            self._codec.decode(self._results[chunk], self._out_part(chunk))
+            self._tell_record(chunk, self.result(chunk))
+
+        CodedBuffers.finish = falsify  # type: ignore[method-assign]
     if kind == "mute":
         keep_votes_while(Path(sys.argv[sys.argv.index("--dir") + 1]) / MUTE)
     if kind == "digest":

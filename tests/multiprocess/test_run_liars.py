@@ -53,10 +53,31 @@ def test_a_member_that_claims_a_huge_weight_and_sends_noise_is_put_out_and_the_l
         assert_put_out(run, honest, liar, "claims weight", "its leases allow")
 
 
-def test_a_member_that_sends_noise_is_put_out_and_the_loss_stays_sane(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["noise", "huge", "not_finite", "sum"])
+def test_a_member_whose_numbers_would_spoil_the_mean_is_put_out_and_the_loss_stays_sane(
+    tmp_path: Path, kind: str
+) -> None:
     with running(tmp_path) as run:
-        honest, liar = three_honest_and(run, "noise")
+        honest, liar = three_honest_and(run, kind)
         assert_put_out(run, honest, liar, "times as large as the others'")
+
+
+@pytest.mark.parametrize("kind", ["huge", "not_finite", "sum"])
+def test_one_of_two_whose_numbers_would_spoil_the_mean_is_left_out_whenever_it_comes_back(
+    tmp_path: Path, kind: str
+) -> None:
+    with running(tmp_path) as run:
+        flags = ("--peers", "1", "--outer-steps", str(OPEN_END), "--eval.every", "1")
+        founder = run.found(*flags)
+        run.wait_for_ticket()
+        run.until_step(3, founder)
+        liar = run.join_as_liar(kind)
+        liar.is_judged = True
+        run.until("judgement", lambda: any("are said to be" in e["cause"] for e in founder.events("view_decided")))
+        run.until_step(founder.step + 20, founder)
+        liar.kill()
+        run.leave_all()
+    assert max(event["loss"] for event in founder.events("evaluate")) < SANE_LOSS
 
 
 @pytest.mark.parametrize(("guard", "is_harmed"), [("trimmed", False), ("none", True)])

@@ -139,6 +139,20 @@ class CountsEveryPart(CoordinatorMachine):
         super()._start(dataclasses.replace(config, norm_guard=math.inf), state)
 
 
+class JudgesNobodyWithoutWork(CoordinatorMachine):
+    """Whose part weighs nothing may still make a sum."""
+
+    def _start(self, config: CoordinatorConfig, state: RunState) -> None:
+        super()._start(config, state)
+        witnesses = self._closing._witnesses
+        judge = witnesses._too_large
+
+        def of_workers(sizes: Sequence[float], weights: Sequence[float]) -> list[tuple[int, float]]:
+            return judge([size * (weight > 0.0) for size, weight in zip(sizes, weights, strict=True)], weights)
+
+        witnesses._too_large = of_workers  # type: ignore[method-assign]
+
+
 class ComparesNoWeights(CoordinatorMachine):
     def _start(self, config: CoordinatorConfig, state: RunState) -> None:
         super()._start(config, state)

@@ -34,7 +34,7 @@ from isthmus.collective.core.round_words import (
 )
 from isthmus.collective.core.slices import NOBODY, Route, SlicePlan, butterfly, ring
 from isthmus.collective.core.types import PeerId, PeerRef, RoundKey, View
-from tests.simulation.symbols import ChunkValue, Payload, Result, Share
+from tests.simulation.symbols import FALSE, FAR_TOO_MUCH, ChunkValue, Payload, Result, Share
 from tests.simulation.world import Violation
 
 if TYPE_CHECKING:
@@ -127,7 +127,11 @@ class Exchange:
         if frame.kind == "part" and not self.machine.adds_for(rank, frame.chunk):
             ((share_name, _),) = frame.value
             self._incoming = ((share_name, self.weights[rank] or 0.0),)
-            self.sizes[rank], self.sizes[self.rank] = frame.size, self._size
+            for seen, size in ((rank, frame.size), (self.rank, self._size)):
+                if self.weights[seen]:
+                    self.sizes[seen] = size
+        if frame.kind == "result" and FALSE in frame.value and self.share[1] > 0.0:
+            self.sizes[rank] = FAR_TOO_MUCH  # larger than any part of it, so it is its root's doing
         try:
             self._run(self.machine.handle(event))
         except ChunkRefused as error:
@@ -190,7 +194,7 @@ class Exchange:
                 case Accumulate(chunk, _):
                     self._sums[chunk].extend(self._incoming)
                 case FinishChunk(chunk):
-                    self._chunks[chunk] = tuple(sorted(self._sums[chunk]))
+                    self._chunks[chunk] = tuple(sorted(self._sums[chunk])) + self._false_part()
                 case InstallResult(chunk):
                     self._chunks[chunk] = self._incoming
                 case Finished():
@@ -218,6 +222,13 @@ class Exchange:
         is_half = others.index(to) < len(self.view.members) // 2
         is_straight = self.node.sim.options.plan == "butterfly"  # what goes through third hands proves nothing
         return self.node.sim.lie_of(self.node.peer_id) == "two_results" and is_half and is_straight
+
+    def _false_part(self) -> ChunkValue:
+        """What a root adds that gives all others the same false sum. Where only its own part counts it need not."""
+        others = [weight for rank, weight in enumerate(self.weights) if rank != self.rank]
+        is_straight = self.node.sim.options.plan == "butterfly"
+        lies = self.node.sim.lie_of(self.node.peer_id) == "false_sum" and is_straight and any(others)
+        return (FALSE,) if lies else ()
 
     def marks(self) -> tuple[bytes, ...]:
         """Of the sums that each member has made, by rank."""

@@ -55,6 +55,7 @@ from tests.simulation.broken_rounds import (
     GoesOnWithNewcomers,
     GrantsEveryRepeat,
     HasUnboundedGrace,
+    JudgesNobodyWithoutWork,
     NeedsOnlyOne,
     RecordsOtherWeights,
     ReturnsConsumedLeases,
@@ -159,6 +160,10 @@ MUTANTS: dict[str, Mutant] = {
     "weight_beyond_leases": Mutant(
         what="a member weighs whatever it says",
         parts=Parts(coordinator=BelievesEveryWeight),
+    ),
+    "sums_without_work": Mutant(
+        what="a member whose part weighs nothing gives all the others a false sum",
+        parts=Parts(coordinator=JudgesNobodyWithoutWork),
     ),
     "any_size": Mutant(
         what="parts count however large their numbers are",

@@ -177,9 +177,9 @@ class Options:
     lie: str = ""
     """What one member says in every round that is not true, see LIES: more weight than its leases allow; numbers that
     are far too large; another weight to each of the others, or to one of them; that one of them has told it another
-    weight; another digest than it has staged; another sum to half of the others. In seeds with few faults also: another
-    weight of its own part; that it cannot finish, before it votes; that one after the other cannot be reached; a vote
-    with a signature that it has not made for it."""
+    weight; another digest than it has staged; another sum to half of the others; a false sum to all of them. In seeds
+    with few faults also: another weight of its own part; that it cannot finish, before it votes; that one after the
+    other cannot be reached; a vote with a signature that it has not made for it."""
     # - Bound
     max_strikes: int = 1_000_000
     """How many faults strike at most; what shrinks a failing seed (minimise.py)."""
@@ -190,7 +190,7 @@ class Options:
 
         They are drawn apart from what happens: the same options given by hand make the same history.
         """
-        return cls.plain_of_seed(seed)._with_method(seed)
+        return cls.plain_of_seed(seed)._with_false_sums(seed)._with_method(seed)
 
     @classmethod
     def plain_of_seed(cls, seed: int) -> "Options":
@@ -265,6 +265,12 @@ class Options:
         num_peers = max(4, self.num_peers)
         return self.with_(lie=lie, num_peers=num_peers, num_late=rng.randrange(2), plan="butterfly", **calm)
 
+    def _with_false_sums(self, seed: int) -> "Options":
+        """Half of those who send numbers that are too large send them in sums; drawn apart, as below."""
+        if self.lie != "size" or random.Random(f"false sums of {seed}").random() < 0.5:
+            return self
+        return self.with_(lie="false_sum", plan="butterfly")
+
     def _and_more(self, seed: int) -> "Options":
         """Those faults, drawn apart: a seed that draws none of them keeps its history."""
         rng = random.Random(f"more options of {seed}")
@@ -312,7 +318,7 @@ class Options:
         steps = rng.choice((1, 1, 2, 4))
         delay = rng.choice((0, rng.randint(0, steps), steps, rng.randint(steps, 3 * steps)))
         ops = rng.choice(OPS)
-        if self.lie == "two_results":
+        if self.lie in ("two_results", "false_sum"):
             ops = ("mean",)  # nobody adds up anything in the others
         first_inner_step = rng.choice((0, steps, steps, rng.randint(1, 2 * steps)))
         num_rounds = rng.randint(1, self.num_fragments)

@@ -19,6 +19,10 @@ MOST_SAID = 1e15
 NOTHING = Held(OuterStep(0), b"")
 
 
+FAR_TOO_MUCH = 1000.0
+"""A liar's numbers, where an honest member's are 1, and how many times its weight."""
+
+
 @dataclass(frozen=True, slots=True)
 class Payload:
     """What one peer gives to the outer step after `outer_step`."""
@@ -49,6 +53,8 @@ Share = tuple[str, float]
 """Payload name and weight."""
 ChunkValue = tuple[Share, ...]
 """Everything that was added up in a chunk, sorted."""
+FALSE: Share = ("nothing true", 1.0)
+"""What a liar adds to a sum."""
 Result = tuple[ChunkValue, ...]
 
 

@@ -8,7 +8,7 @@ from isthmus.collective.core.types import PeerRef, RoundKey, View
 from isthmus.elastic.core.messages import Held, LeaseGrant, LeaseRequest
 from isthmus.elastic.core.records import CommitRecord, LeaseRecord, RebuildRecord, ReleaseRecord, RollbackRecord
 from tests.simulation.history import History
-from tests.simulation.symbols import Payload, Result, State, name
+from tests.simulation.symbols import FALSE, Payload, Result, State, name
 from tests.simulation.world import demand
 
 if TYPE_CHECKING:
@@ -77,6 +77,7 @@ class Contributions:
         weights = {item.ref: item.weight for item in record.contributions}
         payloads: dict[PeerRef, Payload] = {}
         for chunk in staged[voters[0]][1]:
+            demand(FALSE not in chunk, "liars", f"a false sum is in {record.key}")
             owners = [self._payloads[share[0]].ref for share in chunk]
             demand(len(owners) == len(set(owners)), "I2", f"a contribution is in {record.key} twice")
             demand(set(owners) == refs, "I2", f"a contribution is missing in {record.key}, or a stranger's is in")

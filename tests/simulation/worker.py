@@ -14,14 +14,13 @@ from isthmus.elastic.core.leases import count, merged, without
 from isthmus.elastic.core.messages import IndexRange
 from isthmus.optim.course import Course, Done, Emit, Follow, Land, Train, Wait
 from tests.simulation.methods import Met, after_private, begun_private, rounds_of
-from tests.simulation.symbols import MOST_SAID, Payload, State
+from tests.simulation.symbols import FAR_TOO_MUCH, MOST_SAID, Payload, State
 from tests.simulation.tally import Flight, Ranges, Tally
 
 if TYPE_CHECKING:
     from tests.simulation.peer import PeerNode
 
 PROGRESS_S = 0.5
-FAR_TOO_MUCH = 1000.0
 _WITH_WORK_IN_HAND = 0.2
 """Who has missed a round hands in what it has as soon as the others wait; with a whole round more it would be late
 again, and again (seed 67535)."""

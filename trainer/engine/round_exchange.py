@@ -28,8 +28,7 @@ from isthmus.collective import Communicator, RoundStats
 from isthmus.collective.codec import Codec, codec_named
 from isthmus.collective.codec.base import first_non_finite
 from isthmus.collective.core.types import PeerId, RoundKey, View
-from isthmus.collective.errors import OperationAborted
-from isthmus.collective.rounds.buffers import Measure
+from isthmus.collective.rounds.sizes import HUGE, Measure, with_further
 from isthmus.collective.transport.wire import MAX_WEIGHT
 from isthmus.elastic.state.digest import digest_of
 from isthmus.elastic.state.replica import ResultChunk, RoundRecord
@@ -63,11 +62,15 @@ class RoundResults:
     weights: tuple[float, ...] = ()
     """By rank: what each member's work weighs, before any factor."""
     sizes: tuple[float, ...] = ()
-    """By rank: how large its numbers were in the first round in which that was seen; 0: not seen."""
+    """By rank: how large its numbers were; 0: not seen."""
     markers: list[Callable[[], list[bytes]]] = field(default_factory=list)
     """By round: see `marks`."""
     stats: list[RoundStats] = field(default_factory=list)
     """Of the payloads' operations."""
+
+    def saw(self, sizes: Sequence[float]) -> None:
+        """How large the members' numbers were in a round, by rank."""
+        self.sizes = with_further(self.sizes, sizes) if self.sizes else tuple(sizes)
 
     def marks(self) -> tuple[bytes, ...]:
         """By rank: a mark of what each has given to all others; empty where that went through third hands. Slow."""
@@ -227,10 +230,11 @@ class RoundExchange:
             told=attempt.by_rank or None,
             codec=codec,
             record=lambda start_numel, _numel, wire: chunks.append(ResultChunk(start_numel, bytes(wire))),
+            is_tolerant=True,  # the coordinator sees by the sizes whose numbers they are
         )
         self._remember_coded(attempt.payload.round_, stats)
         exchanged.stats.append(stats)
-        exchanged.sizes = exchanged.sizes or stats.sizes
+        exchanged.saw(stats.sizes)
         chunks.sort(key=lambda chunk: chunk.start_numel)
         record = attempt.record(codec, stats.weights, tuple(chunks))
         exchanged.results.append((result_of(record, out), record))
@@ -255,17 +259,16 @@ class RoundExchange:
         exchanged.stats.append(stats)
         givers = [rank for rank, weight in enumerate(attempt.by_rank) if weight > 0.0]
         rows = torch.empty(len(givers), payload.numel())
+        seen: dict[int, float] = {}
         for row, rank in zip(rows, givers, strict=True):
-            await in_thread(self._decode, attempt, codec, parts[rank][:nbytes], row, rank)
+            seen[rank] = await in_thread(_decode, codec, parts[rank][:nbytes], row)
         chunks = [
             ResultChunk(number * payload.numel(), parts[rank][:nbytes].numpy().tobytes())
             for number, rank in enumerate(givers)
         ]
         record = attempt.record(name, attempt.by_rank, tuple(chunks))
         exchanged.results.append((result_of(record, rows), record))
-        if not exchanged.sizes:
-            seen = {rank: _size(row) for rank, row in zip(givers, rows, strict=True)}
-            exchanged.sizes = tuple(seen.get(rank, 0.0) for rank in range(attempt.view.world_size))
+        exchanged.saw([seen.get(rank, 0.0) for rank in range(attempt.view.world_size)])
         data = {rank: chunk.data for rank, chunk in zip(givers, chunks, strict=True)}
         return lambda: [digest_of(data.get(rank, b"")) for rank in range(attempt.view.world_size)]
 
@@ -288,23 +291,14 @@ class RoundExchange:
         stats = await self._communicator.exchange(attempt.key, wire, out=theirs, partner=PeerId(partner))
         exchanged.stats.append(stats)
         value = torch.empty_like(payload)
-        await in_thread(self._decode, attempt, codec, theirs, value, members.index(partner))
+        ranks = [members.index(peer) for peer in (me, partner)]
+        seen = {ranks[0]: _size(payload), ranks[1]: await in_thread(_decode, codec, theirs, value)}
+        exchanged.saw([seen.get(rank, 0.0) for rank in range(view.world_size)])
         weights = tuple(attempt.by_rank[members.index(peer)] for peer in (me, partner))
         notes = tuple(attempt.notes[members.index(peer)] for peer in (me, partner)) if round_.num_notes else ()
         result = Result(value=value, members=(me, partner), weight_sum=math.fsum(weights), weights=weights, notes=notes)
         exchanged.results.append((result, record))
         return _unmarked(attempt)
-
-    def _decode(self, attempt: _Attempt, codec: Codec, wire: Tensor, out: Tensor, rank: int) -> None:
-        """A member's payload. What cannot be read is its fault."""
-        try:
-            codec.check(wire, out.numel())
-            codec.decode(wire, out)
-        except ValueError as error:
-            member = attempt.view.members[rank]
-            raise OperationAborted(
-                attempt.key, f"the payload of {member.peer_id} cannot be read: {error}", (member.peer_id,)
-            ) from error
 
     def _codec(self, name: str) -> Codec:
         if name not in self._codecs:
@@ -333,6 +327,17 @@ def _encode(codec: Codec, payload: Tensor, wire: Tensor) -> None:
     encoded = codec.encode(payload, wire)
     if encoded.data_ptr() != wire.data_ptr():
         wire.copy_(encoded)
+
+
+def _decode(codec: Codec, wire: Tensor, out: Tensor) -> float:
+    """A member's payload; returns how large its numbers are. What cannot be read is zeros, and HUGE."""
+    try:
+        codec.check(wire, out.numel())
+        codec.decode(wire, out)
+    except ValueError:
+        out.zero_()
+        return HUGE
+    return _size(out)
 
 
 def _size(row: Tensor) -> float:

@@ -2,11 +2,18 @@
 """What an all-reduce tells of the members' parts: how large their numbers were, and with which weights it counted."""
 
 import asyncio
+import math
+import struct
 
 import pytest
 import torch
 
 from isthmus.collective import Epoch, OuterStep, RoundKey
+from isthmus.collective.rounds.buffers import RoundBuffers
+from isthmus.collective.rounds.chunks import ChunkSend
+from isthmus.collective.rounds.coded import CodedBuffers
+from isthmus.collective.rounds.sizes import HUGE
+from isthmus.collective.transport.wire import FrameType, pack
 
 NUMEL = 100_000
 
@@ -57,6 +64,84 @@ async def test_numbers_too_large_to_be_squared_are_as_large_as_can_be_said(sites
         parts = [noise(0, 1.0), noise(1, 1.0), torch.full((NUMEL,), 1e30)]
         _, stats = await reduce_all(sites, parts, [1.0] * 3)
     assert all(stat.sizes[2] == pytest.approx(1e30) for stat in stats)
+
+
+@pytest.mark.parametrize("codec", ["raw", "int8", "twobit"])
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+async def test_a_part_with_nan_is_as_large_as_can_be_said_where_the_round_goes_on(
+    sites_running, monkeypatch, world_size, codec
+):
+    honest_pieces, last = ChunkSend.pieces, world_size - 1
+    spoilt_type = FrameType.RESULT if world_size == 2 and codec == "raw" else FrameType.PART
+
+    def spoilt(self, scratch):
+        made, outbox = honest_pieces(self, scratch), self.owner
+        if outbox.rank != last or self.type is not spoilt_type:
+            return made
+        payload = struct.pack("<f", math.nan) + made[1][4:]  # an element, or a scale
+        return pack(outbox._header(self.type, len(payload), self.chunk), payload), memoryview(payload)
+
+    parts = [noise(rank, 1.0) for rank in range(world_size)]
+    async with sites_running(world_size) as sites:
+        monkeypatch.setattr(ChunkSend, "pieces", spoilt)
+        _, stats = await reduce_all(sites, parts, [10.0] * world_size, codec=codec, is_tolerant=True)
+    for stat in stats[:-1]:
+        assert stat.sizes[-1] == HUGE
+        assert all(0.5 < size < 2.0 for size in stat.sizes[:-1]), stat.sizes
+
+
+@pytest.mark.parametrize("codec", ["raw", "int8", "e3m0"])
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+async def test_a_part_that_makes_the_sum_overflow_is_as_large_as_can_be_said_where_the_round_goes_on(
+    sites_running, world_size, codec
+):
+    parts = [noise(rank, 1.0) for rank in range(world_size - 1)] + [torch.full((NUMEL,), 3e38)]
+    async with sites_running(world_size) as sites:
+        outs, stats = await reduce_all(sites, parts, [10.0] * world_size, codec=codec, is_tolerant=True)
+    for out, stat in zip(outs, stats, strict=True):
+        assert torch.isfinite(out).all()
+        assert stat.sizes[-1] == HUGE
+    assert all(0.5 < size < 2.0 for stat in stats[:-1] for size in stat.sizes[:-1])
+
+
+@pytest.mark.parametrize("weights", [(10.0, 20.0, 30.0), (10.0, 20.0, 0.0)])
+@pytest.mark.parametrize(("codec", "value"), [("raw", 100.0), ("raw", math.nan), ("int8", 100.0)])
+async def test_a_root_that_gives_all_the_same_false_sum_is_as_large_as_that(
+    sites_running, monkeypatch, codec, value, weights
+):
+    made_by = RoundBuffers if codec == "raw" else CodedBuffers
+    finish = made_by.finish
+
+    def falsify(self, chunk, weight_sum):
+        finish(self, chunk, weight_sum)
+        if self._rank == 2:
+            self._out_part(chunk).fill_(value)
+            if codec != "raw":
+                self._codec.encode(self._out_part(chunk), self._results[chunk])
+
+    monkeypatch.setattr(made_by, "finish", falsify)
+    async with sites_running(3) as sites:
+        _, stats = await reduce_all(sites, [noise(rank, 1.0) for rank in range(3)], weights, codec=codec)
+    for stat in stats[:2]:
+        assert all(0.5 < size < 2.0 for size in stat.sizes[:2]), stat.sizes
+        assert stat.sizes[2] == (HUGE if math.isnan(value) else pytest.approx(value, rel=0.05))
+
+
+async def test_a_part_without_weight_has_no_size_since_it_is_in_no_sum(sites_running):
+    async with sites_running(3) as sites:
+        _, stats = await reduce_all(sites, [noise(rank, 10.0**rank) for rank in range(3)], [1.0, 2.0, 0.0])
+    assert all(stat.sizes == pytest.approx((1.0, 10.0, 0.0), rel=0.03) for stat in stats)
+
+
+async def test_an_honest_sum_is_nobodys_size_however_much_members_and_places_differ(sites_running):
+    scale = torch.logspace(-3, 3, NUMEL)
+    parts = [noise(rank, 10.0**rank) * scale for rank in range(4)]
+    async with sites_running(4) as sites:
+        _, stats = await reduce_all(sites, parts, [1.0, 2.0, 3.0, 4.0], codec="int8")
+    for rank, stat in enumerate(stats):
+        start = rank * NUMEL // 4
+        true = [part[start : start + NUMEL // 4].square().mean().sqrt().item() for part in parts]
+        assert stat.sizes == pytest.approx(true, rel=0.05)
 
 
 @pytest.mark.parametrize("codec", ["raw", "int8"])
