@@ -229,7 +229,7 @@ class RoundBuffers:
 
     def _measure_sum(self, chunk: int) -> None:
         """How large another root's sum is. Through third hands nobody knows whose doing it is."""
-        if self._looks_at_numbers and self._is_direct:
+        if self._looks_at_numbers and self._is_direct and self._weight > 0.0:
             root = self._plan.slices.root_of(chunk)
             self._seen.saw_sum(root, self._out_part(chunk), self._own_part(chunk))
 

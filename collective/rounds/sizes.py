@@ -66,12 +66,13 @@ class Sizes:
     def by_rank(self) -> tuple[float, ...]:
         """See RoundStats.sizes."""
         sizes = [part.size for part in self._parts]
-        own, largest = sizes[self._rank], max(sizes)
-        if own == 0.0:
-            return tuple(sizes)  # nothing of ours to compare with
         whole = Measure()
         for part in (*self._beside, self._parts[self._rank]):
             whole.squares, whole.numel = whole.squares + part.squares, whole.numel + part.numel
+        own = sizes[self._rank] = sizes[self._rank] or whole.size  # where nothing is added up here
+        if own == 0.0:
+            return tuple(sizes)  # nothing of ours to compare with
+        largest = max(sizes)
         for root, (total, beside) in enumerate(zip(self._sums, self._beside, strict=True)):
             if total.numel:
                 # Where we have hardly moved, others may have: by as much as we did elsewhere.

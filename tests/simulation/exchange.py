@@ -34,7 +34,7 @@ from isthmus.collective.core.round_words import (
 )
 from isthmus.collective.core.slices import NOBODY, Route, SlicePlan, butterfly, ring
 from isthmus.collective.core.types import PeerId, PeerRef, RoundKey, View
-from tests.simulation.symbols import FALSE, FAR_TOO_MUCH, ChunkValue, Payload, Result, Share
+from tests.simulation.symbols import FALSE, FALSE_SIZE, ChunkValue, Payload, Result, Share
 from tests.simulation.world import Violation
 
 if TYPE_CHECKING:
@@ -129,9 +129,10 @@ class Exchange:
             self._incoming = ((share_name, self.weights[rank] or 0.0),)
             for seen, size in ((rank, frame.size), (self.rank, self._size)):
                 if self.weights[seen]:
-                    self.sizes[seen] = size
+                    self.sizes[seen] = max(size, self.sizes[seen])
         if frame.kind == "result" and FALSE in frame.value and self.share[1] > 0.0:
-            self.sizes[rank] = FAR_TOO_MUCH  # larger than any part of it, so it is its root's doing
+            # Larger than any part of it, and than ours at that place, so it is its root's doing.
+            self.sizes[rank], self.sizes[self.rank] = FALSE_SIZE, self._size
         try:
             self._run(self.machine.handle(event))
         except ChunkRefused as error:

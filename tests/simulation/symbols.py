@@ -55,6 +55,8 @@ ChunkValue = tuple[Share, ...]
 """Everything that was added up in a chunk, sorted."""
 FALSE: Share = ("nothing true", 1.0)
 """What a liar adds to a sum."""
+FALSE_SIZE = 1e9
+"""Of such a sum: beyond what any difference of work excuses."""
 Result = tuple[ChunkValue, ...]
 
 

@@ -127,6 +127,22 @@ async def test_a_root_that_gives_all_the_same_false_sum_is_as_large_as_that(
         assert stat.sizes[2] == (HUGE if math.isnan(value) else pytest.approx(value, rel=0.05))
 
 
+@pytest.mark.parametrize("codec", ["raw", "int8"])
+async def test_who_adds_nothing_up_sees_false_sums_too(sites_running, monkeypatch, codec):
+    made_by = RoundBuffers if codec == "raw" else CodedBuffers
+    own_part = made_by._own_part
+    monkeypatch.setattr(
+        made_by, "_own_part", lambda self, chunk: own_part(self, chunk) * (100.0 if self._rank == 1 else 1.0)
+    )
+    async with sites_running(3) as sites:
+        _, stats = await reduce_all(sites, [noise(rank, 1.0)[:200] for rank in range(3)], [1.0] * 3, codec=codec)
+    assert stats[0].roots == ((1, 0, 200),)
+    for rank in (0, 2):
+        assert stats[rank].sizes[1] == pytest.approx(33.0, rel=0.3)
+        assert stats[rank].sizes[rank] == pytest.approx(1.0, rel=0.2)
+        assert stats[rank].sizes[2 - rank] == 0.0
+
+
 async def test_a_part_without_weight_has_no_size_since_it_is_in_no_sum(sites_running):
     async with sites_running(3) as sites:
         _, stats = await reduce_all(sites, [noise(rank, 10.0**rank) for rank in range(3)], [1.0, 2.0, 0.0])

@@ -142,7 +142,7 @@ def test_address_with_most_connections_makes_room(server: MetricsServer) -> None
         slow = idle.enter_context(dial(server, "127.0.0.2"))  # the oldest of all
         for _ in range(100):
             idle.enter_context(dial(server))
-        until(lambda: server.refused[TOO_MANY] == 85)
+        until(lambda: server.refused[TOO_MANY] >= 85)  # more where threads wait for a processor
         slow.sendall(b"GET /metrics HTTP/1.0\r\n\r\n")
         assert slow.recv(100).startswith(b"HTTP/1.0 200")
 
