@@ -84,8 +84,8 @@ class Sizes:
 def with_further(sizes: Sequence[float], further: Sequence[float]) -> tuple[float, ...]:
     """One size a member of several rounds that hold other things; 0 is not known.
 
-    Beside the first round's numbers those of a further one count by the square root of how much larger they are than
-    the others': moments are squares.
+    Beside the first round's numbers those of a further one, and what goes with a payload, count by the square root of
+    how much larger they are than the others': moments are squares.
     """
     known, base = [size for size in sizes if size > 0.0], [size for size in further if size > 0.0]
     if not known or not base:

@@ -17,7 +17,8 @@ nothing:
 
 A part is too large if its numbers are more than `limit` times as large as is usual for the others, as each member saw
 them. Differences grow no faster than the work behind them, so who has done more may send more, in proportion; with less
-work nobody's are larger. What was usual in the last rounds counts as well, since newcomers may all send little.
+work nobody's are larger. What was usual in the last rounds counts as well, since newcomers may all send little. So does
+what this member itself has sent in rounds that were committed: a veteran is not too large because all others are new.
 
 Rules: values only. It decides nothing about the membership (closing.py).
 """
@@ -34,6 +35,10 @@ _MAX_LINKS = 1024
 _ROUNDS_KNOWN = 5
 _WHILE_UNKNOWN = 10.0
 """How many times wider the limit is before the first commit, and after a restart of the coordinator."""
+_OWN_FACTOR = 2.0
+"""How many times its own earlier numbers a member's may be, whatever the others send."""
+_OWN_ROUNDS = 64
+"""So many commits long these count."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,6 +69,7 @@ class Witnesses:
         self._limit = limit
         self._at_odds: deque[frozenset[PeerId]] = deque(maxlen=_MAX_LINKS)  # pairs, over all rounds
         self._usual: deque[float] = deque(maxlen=_ROUNDS_KNOWN)
+        self._own: deque[dict[PeerId, float]] = deque(maxlen=_OWN_ROUNDS)  # the largest that was in range, by commit
 
     def judge(self, members: Sequence[PeerId], votes: Mapping[PeerId, Vote], told: tuple[float, ...]) -> Verdict | None:
         """What the votes of all members say of their parts; None: nothing against anybody.
@@ -90,10 +96,23 @@ class Witnesses:
         as the first newcomer, which warms up, had given to one round (tests/netns/test_behind_nats.py).
         Of two always the smaller, among parts as among members: the other may be the liar's (seeds 1006, 6348).
         """
+        self._own.append(self._in_range(members, votes))
         seen = [[size for size in votes[member].sizes if size > 0.0] for member in members]
-        middles = [statistics.median_low(sizes) for sizes in seen if sizes]
+        alone = len(members) == 1  # else a single size is nobody's middle
+        middles = [statistics.median_low(sizes) for sizes in seen if len(sizes) > 1 or (sizes and alone)]
         if middles:
             self._usual.append(statistics.median_low(middles))
+
+    def _in_range(self, members: Sequence[PeerId], votes: Mapping[PeerId, Vote]) -> dict[PeerId, float]:
+        """How large each member's numbers were in the others' eyes, unless they were too large beside those."""
+        largest: dict[PeerId, float] = {}
+        weights = [votes[member].weight for member in members]
+        for member in members:
+            sizes = votes[member].sizes
+            for rank, factor in self._compared(sizes, weights):
+                if members[rank] != member and factor <= self._limit:
+                    largest[members[rank]] = max(sizes[rank], largest.get(members[rank], 0.0))
+        return largest
 
     # -------------------------------------------------------------------------------- what one vote says
 
@@ -132,7 +151,7 @@ class Witnesses:
         points: list[tuple[PeerId, PeerId]] = []
         factors: dict[PeerId, float] = {}
         for place, (member, ballot) in enumerate(zip(members, ballots, strict=True)):
-            for rank, factor in self._too_large(ballot.sizes, weights):
+            for rank, factor in self._too_large(members, ballot.sizes, weights):
                 if rank != place:
                     points.append((member, members[rank]))
                     factors[members[rank]] = max(factor, factors.get(members[rank], 0.0))
@@ -173,19 +192,29 @@ class Witnesses:
             return Verdict(liars=dict.fromkeys(liars, "gives different sums to different members, or claims so"))
         return Verdict(at_odds=tuple(dict.fromkeys(peer for point in points for peer in point)))
 
-    def _too_large(self, sizes: Sequence[float], weights: Sequence[float]) -> list[tuple[int, float]]:
-        """The ranks whose parts are out of the others' range as one member saw them, and by what factor they are."""
+    def _too_large(
+        self, members: Sequence[PeerId], sizes: Sequence[float], weights: Sequence[float]
+    ) -> list[tuple[int, float]]:
+        """The ranks whose parts are out of range, as one member saw them, and by what factor they are larger."""
+        limit = self._limit * (1.0 if self._usual else _WHILE_UNKNOWN)
+        own = {member: max((known.get(member, 0.0) for known in self._own), default=0.0) for member in members}
+        return [
+            (rank, factor)
+            for rank, factor in self._compared(sizes, weights)
+            if factor > limit and sizes[rank] > _OWN_FACTOR * own[members[rank]]
+        ]
+
+    def _compared(self, sizes: Sequence[float], weights: Sequence[float]) -> list[tuple[int, float]]:
+        """How many times as large each part is as the others send, or as was usual; of those that can be compared."""
         known = [rank for rank, size in enumerate(sizes) if size > 0.0]
         found = []
         for rank in known:
             beside = [other for other in known if other != rank and weights[other] > 0.0]
             others = [sizes[other] * max(1.0, weights[rank] / weights[other]) for other in beside]
-            if not others:
-                continue
-            # Newcomers that warm up send far less than their work would say (found by chaos: an honest veteran among
-            # them was 16 times as large), so what was usual before counts as well, and where nobody knows, more may be.
-            usual = max(statistics.median(others), statistics.median(self._usual) if self._usual else 0.0)
-            if sizes[rank] > self._limit * usual * (1.0 if self._usual else _WHILE_UNKNOWN):
+            if others:
+                # Newcomers that warm up send far less than their work would say (found by chaos: an honest veteran
+                # among them was 16 times as large), so what was usual before counts as well.
+                usual = max(statistics.median(others), statistics.median(self._usual) if self._usual else 0.0)
                 found.append((rank, sizes[rank] / usual))
         return found
 

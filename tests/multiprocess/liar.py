@@ -5,6 +5,7 @@
     noise        its worker sends noise, a thousand times as large as the others' differences
     huge         its worker sends numbers whose weighted sum is beyond the largest fp32
     not_finite   it sends parts with a NaN
+    length       its worker says that its difference is a million times as long (Decoupled alone)
     against      its worker sends −5 times its difference
     two_weights  it tells every other member another weight
     two_results  it gives two of the others another sum than the rest, in rounds; in surveys of links it is honest
@@ -32,6 +33,7 @@ HUGE_TOKENS = 10**12
 NOISE = 100.0
 HUGE = 3e38
 FALSE_SUM = 100.0
+LENGTHENED = 1e6
 AGAINST = -5.0
 SLOW_BYTES_PER_S = 10_000.0
 
@@ -101,6 +103,8 @@ def lie(kind: str) -> None:
     from isthmus.elastic.core.line import Line
     from isthmus.elastic.core.messages import Join
     from isthmus.elastic.shell.notary import PeerSigner
+    from isthmus.optim.decoupled import DecoupledDiLoCo
+    from isthmus.optim.outer import Emitted
     from isthmus.trainer.cli.app import main
     from isthmus.trainer.engine.outer_step_runner import _SURVEY_FRAGMENT, OuterStepRunner
     from scripts.chaoslab.mute import MUTE, keep_votes_while
@@ -144,6 +148,14 @@ def lie(kind: str) -> None:
             return pack(outbox._header(self.type, len(payload), self.chunk), payload), memoryview(payload)
 
         ChunkSend.pieces = betray  # type: ignore[method-assign]
+    if kind == "length":
+        emit = DecoupledDiLoCo.emit
+
+        def lengthen(self: DecoupledDiLoCo, *arguments: Any, **more: Any) -> Emitted:
+            made = emit(self, *arguments, **more)
+            return dataclasses.replace(made, notes=(LENGTHENED * made.notes[0],))
+
+        DecoupledDiLoCo.emit = lengthen  # type: ignore[method-assign]
     if kind == "not_finite":
         finite_pieces = ChunkSend.pieces
 

@@ -61,6 +61,7 @@ LEFT, FORCED, KILLED = 20, 130, -signal.SIGKILL
 
 _ORDERLY = (0, LEFT, FORCED, KILLED)
 _LOG_LINE = re.compile(r"\d\d:\d\d:\d\d (DEBUG|INFO|WARNING|ERROR) +\w+(\.\w+)* \S+")
+_ACCUSATION = re.compile("times as large|different (weights|sums) to|that its numbers are too large")
 _TEXT = "Peers come and go, and the run goes on; a bridge is no wider than it must be. " * 200
 _CONFIG = """
 [model]
@@ -188,6 +189,7 @@ class Run:
     def __init__(self, folder: Path, temporary: Path, environment: Mapping[str, str], *, forks: bool = True) -> None:
         self.folder = folder
         self._forks = forks
+        self._has_liar = False
         self.temporary = temporary
         self.text = folder / "text.txt"
         self.text.write_text(_TEXT)
@@ -224,6 +226,7 @@ class Run:
 
     def join_as_liar(self, kind: str, *flags: str, inside: Sequence[str] = ()) -> Process:
         """The same by a peer that lies about its work: see tests/multiprocess/liar.py."""
+        self._has_liar = True
         program = (sys.executable, str(Path(__file__).with_name("liar.py")), kind)
         return self.start("join", f"@{self.ticket}", "--node.threads", "1", *flags, program=program, inside=inside)
 
@@ -380,6 +383,13 @@ class Run:
         """Processes of this run that live, workers too, by id with their command."""
         return {pid: _command_of(pid) for pid in _pids() if _has_mark(pid, self.mark)}
 
+    def accusations(self) -> list[str]:
+        """What honest members were said to have lied about, where all are honest."""
+        if self._has_liar:
+            return []
+        views = (event for process in self.processes for event in process.events("view_decided"))
+        return [event["cause"] for event in views if _ACCUSATION.search(event["cause"])]
+
     def stop(self) -> list[str]:
         """Kill everything that is left; returns what should not have been there."""
         wrong = []
@@ -454,7 +464,7 @@ def running(folder: Path, *, forks: bool = True, **environment: str) -> Iterator
         except BaseException:
             run.stop()
             raise
-        wrong = run.stop()
+        wrong = run.stop() + run.accusations()
         assert not wrong, "\n".join([*wrong, run.story()])
 
 

@@ -12,7 +12,7 @@ from tests.multiprocess.run_harness import OPEN_END, Process, Run, assert_same_c
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(200)]
 
-INTEGRITY = 9
+DIVERGED, INTEGRITY = 8, 9
 SANE_LOSS = 2 * math.log(256)
 """Of bytes: twice what a model has that knows nothing."""
 
@@ -60,6 +60,18 @@ def test_a_member_whose_numbers_would_spoil_the_mean_is_put_out_and_the_loss_sta
     with running(tmp_path) as run:
         honest, liar = three_honest_and(run, kind)
         assert_put_out(run, honest, liar, "times as large as the others'")
+
+
+def test_a_member_that_says_its_direction_is_a_million_times_as_long_ruins_nobody_else(tmp_path: Path) -> None:
+    with running(tmp_path) as run:
+        honest, liar = three_honest_and(run, "length", "--outer.type", "decoupled")
+        liar.is_judged = True
+        assert liar.outcome().code in (DIVERGED, INTEGRITY), "by its own numbers, or because it is put out"
+        run.until_step(honest[0].step + 5, *honest)
+        run.leave_all()
+    assert {event["of"] for event in honest[0].events("lied")} == {liar.peer_id}
+    assert max(event["loss"] for peer in honest for event in peer.events("evaluate")) < SANE_LOSS
+    assert_same_commits(*honest)
 
 
 @pytest.mark.parametrize("kind", ["huge", "not_finite", "sum"])

@@ -145,12 +145,12 @@ class JudgesNobodyWithoutWork(CoordinatorMachine):
     def _start(self, config: CoordinatorConfig, state: RunState) -> None:
         super()._start(config, state)
         witnesses = self._closing._witnesses
-        judge = witnesses._too_large
+        compare = witnesses._compared
 
         def of_workers(sizes: Sequence[float], weights: Sequence[float]) -> list[tuple[int, float]]:
-            return judge([size * (weight > 0.0) for size, weight in zip(sizes, weights, strict=True)], weights)
+            return compare([size * (weight > 0.0) for size, weight in zip(sizes, weights, strict=True)], weights)
 
-        witnesses._too_large = of_workers  # type: ignore[method-assign]
+        witnesses._compared = of_workers  # type: ignore[method-assign]
 
 
 class ComparesNoWeights(CoordinatorMachine):

@@ -172,6 +172,9 @@ class RoundExchange:
             notes = [] if words is None else [word.notes[number] for word in words]
             attempt = _Attempt(view, place, payload, own, by_rank, notes)
             exchanged.markers.append(await self._exchange(attempt, exchanged, mean_buffer))
+            if payload.round_.num_notes:
+                given = zip(notes, by_rank, strict=True)
+                exchanged.saw([max(map(abs, theirs)) if weighs > 0.0 else 0.0 for theirs, weighs in given])
         exchanged.weights = told or exchanged.stats[0].weights
         return exchanged
 

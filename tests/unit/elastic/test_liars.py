@@ -465,6 +465,42 @@ def test_a_founder_that_has_trained_alone_stays_beside_a_first_newcomer_that_war
     assert driver.member_numbers() == [1, 2]
 
 
+def test_a_veteran_stays_beside_newcomers_that_warm_up_for_longer_than_what_was_usual_is_known() -> None:
+    """Before, it was called a liar (scripts/methods: a peer of a Streaming run that had been there all the time)."""
+    driver = members(1, 2, 3)
+    driver.all_vote_but()
+    step = driver.step
+    for _ in range(30):
+        for number in (1, 2, 3):
+            driver.votes(number, sizes={1: 1.4, 2: 0.05, 3: 0.05})
+    assert driver.step == step + 30
+    assert driver.member_numbers() == [1, 2, 3]
+    for number in (1, 2, 3):
+        driver.votes(number, sizes={1: 3.0, 2: 0.05, 3: 0.05})
+    assert driver.member_numbers() == [2, 3], "twice what it has sent before is no habit of it"
+    assert driver.is_struck(1)
+
+
+def test_what_a_member_says_of_its_own_numbers_excuses_nothing() -> None:
+    driver = members(1, 2, 3)
+    for _ in range(10):
+        for number in (1, 2, 3):
+            driver.votes(number, sizes={3: 1e6} if number == 3 else {})
+    for number in (1, 2, 3):
+        driver.votes(number, sizes={3: 1e6})
+    assert driver.is_struck(3)
+
+
+def test_noise_of_who_alone_gave_something_does_not_become_usual() -> None:
+    """The others' parts weighed nothing, so nobody could compare (seed 5060 of the simulator)."""
+    driver = members(1, 2, 3)
+    for number in (1, 2, 3):
+        driver.votes(number, sizes={1: 0.0, 2: 0.0, 3: 1e6})
+    for number in (1, 2, 3):
+        driver.votes(number, sizes={3: 1e6})
+    assert driver.is_struck(3)
+
+
 def test_noise_that_went_through_while_nothing_was_known_does_not_become_usual() -> None:
     driver = members(1, 2)
     step = driver.step

@@ -210,6 +210,19 @@ async def test_bytes_that_cannot_be_read_are_zeros_and_as_large_as_can_be_said(
         assert not (result.value if round_ is PAIR else result.value[0]).any()
 
 
+async def test_a_note_far_out_of_the_others_range_makes_its_sender_as_large(hasher: Hasher) -> None:
+    """Notes are lengths and strides: what is multiplied by one follows it."""
+
+    def gives(rank: int) -> Emitted:
+        return Emitted(payload=torch.ones(NUMEL), notes=(1e10 if rank == 1 else 2.0 + rank,))
+
+    async with three(hasher) as sites:
+        found = await exchanged(sites, dataclasses.replace(MEAN, num_notes=1), gives=gives)
+    for made in found:
+        assert isinstance(made, RoundResults), made
+        assert made.sizes == pytest.approx((1.0, math.sqrt(1e10 / 4.0), 1.0), rel=0.5)
+
+
 async def test_notes_that_are_not_as_many_as_the_round_has_are_refused_before_anything_is_sent(hasher: Hasher) -> None:
     async with three(hasher) as sites:
         found = await exchanged(sites, dataclasses.replace(GATHER, num_notes=2), gives=noted)
