@@ -1,14 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""I3: nobody who leaves in order takes the committed state away from those who are in the run.
+"""I3, I4: who leaves in order takes the committed state away from nobody in the run, and goes in a bounded time.
 
 The books are kept from what is said: who is in the run as the coordinator has told it, and who has asked to go.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from isthmus.collective.core.types import PeerRef
-from isthmus.elastic.core.events import Finish
+from isthmus.elastic.core.events import (
+    Connected,
+    CoordinatorEffect,
+    CoordinatorSaid,
+    Disconnected,
+    Finish,
+    LeaveRequested,
+    MemberEvent,
+    SendToPeer,
+)
 from isthmus.elastic.core.exit_codes import LEFT
 from isthmus.elastic.core.messages import (
     CoordinatorMessage,
@@ -27,7 +36,43 @@ from tests.simulation.symbols import name
 from tests.simulation.world import demand
 
 if TYPE_CHECKING:
+    from tests.simulation.peer import PeerNode
     from tests.simulation.simulator import Simulator
+
+ALONE_S = 9.5
+"""In which a leaver without a coordinator has gone: its timeout, by the slowest clock, and a little more."""
+
+
+class Patient:
+    """I4: who wants to go, and has no connection to ask by, goes by itself."""
+
+    def __init__(self, sim: "Simulator") -> None:
+        self._sim = sim
+        self._asked_at: dict[PeerRef, float] = {}
+        self._alone_since: dict[PeerRef, float] = {}
+        self._stays: set[PeerRef] = set()  # it was told that it is needed, or may have been
+
+    def started(self, node: "PeerNode") -> None:
+        self._alone_since[node.ref] = self._sim.world.now
+
+    def feels(self, node: "PeerNode", event: MemberEvent) -> None:
+        """Something happens to it."""
+        ref, now = node.ref, self._sim.world.now
+        asked_at, alone_since = self._asked_at.get(ref), self._alone_since.get(ref)
+        if asked_at is not None and alone_since is not None and ref not in self._stays:
+            waits_s = now - max(asked_at, alone_since, node.awake_since)
+            demand(waits_s <= ALONE_S, "I4", "{} wants to go, and waits for nobody for {:.1f} s", ref, waits_s)
+        match event:
+            case LeaveRequested():
+                self._asked_at.setdefault(ref, now)
+            case Connected():
+                self._alone_since.pop(ref, None)
+            case Disconnected():
+                self._alone_since[ref] = now
+            case CoordinatorSaid(message=Welcome() | Rebuilding()) if asked_at is not None:
+                self._stays.add(ref)
+            case _:
+                pass
 
 
 class Leavers:
@@ -42,12 +87,26 @@ class Leavers:
         self._hasty: set[PeerRef] = set()
         self._stays_since: dict[PeerRef, float] = {}
         self._judged: set[PeerRef] = set()
+        self._here: set[PeerRef] = set()  # the coordinator's process has heard them, and knows of no lost connection
+        self._here_then: dict[PeerRef, Collection[PeerRef]] = {}  # when it was decided to let this one go
 
     def coordinator_started(self) -> None:
         """It knows nobody; whom it has told to stay it may have to tell again."""
         self._in_run.clear()
+        self._here.clear()
+
+    def connection_lost(self, sender: PeerRef) -> None:
+        """The coordinator hears that a connection is gone."""
+        self._here.discard(sender)
+
+    def decided(self, effects: Sequence[CoordinatorEffect]) -> None:
+        """Who is here is what is known now; the word may be told later."""
+        for effect in effects:
+            if isinstance(effect, SendToPeer) and isinstance(effect.message, Goodbye):
+                self._here_then[effect.to] = frozenset(self._here)
 
     def brought(self, sender: PeerRef, message: PeerMessage) -> None:
+        self._here.add(sender)
         if isinstance(message, Leave):
             (self._hasty if message.now else self._leaving).add(sender)
 
@@ -112,7 +171,7 @@ class Leavers:
         members = [{member.ref for member in view.members} for view in self._history.views[-2:]]
         others = self._in_run.union(*members[-1:]) - {to}
         # The view may have changed just now, and one of those that go together stays.
-        holders = others.union(*members) - {to}
+        holders = others.union(*members).intersection(self._here_then[to]) - {to}
         if any(self._has(ref, newest) for ref in holders) or others <= self._leaving | self._hasty:
             self._sim.marks["leave: handed over"] += to in self._stays_since
             return
