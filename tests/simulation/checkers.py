@@ -268,7 +268,6 @@ class Checkers:
 
     def started(self, node: "PeerNode") -> None:
         self._news = True
-        self._patient.started(node)
         self.certificates.started(node)
         self._epochs[node.ref] = -1
         if node.state is not None:

@@ -39,38 +39,44 @@ if TYPE_CHECKING:
     from tests.simulation.peer import PeerNode
     from tests.simulation.simulator import Simulator
 
-ALONE_S = 9.5
-"""In which a leaver without a coordinator has gone: its timeout, by the slowest clock, and a little more."""
+ANSWER_S = 9.5
+"""In which a leaver has its answer, or is gone: its timeout, by the slowest clock, and a little more."""
 
 
 class Patient:
-    """I4: who wants to go, and has no connection to ask by, goes by itself."""
+    """I4: who wants to go, and knows of nothing to wait for, goes by itself."""
 
     def __init__(self, sim: "Simulator") -> None:
         self._sim = sim
         self._asked_at: dict[PeerRef, float] = {}
-        self._alone_since: dict[PeerRef, float] = {}
+        self._at_once: set[PeerRef] = set()
+        self._connected: set[PeerRef] = set()
+        self._hopes_at: dict[PeerRef, float] = {}  # as a member, for the next commit
         self._stays: set[PeerRef] = set()  # it was told that it is needed, or may have been
-
-    def started(self, node: "PeerNode") -> None:
-        self._alone_since[node.ref] = self._sim.world.now
 
     def feels(self, node: "PeerNode", event: MemberEvent) -> None:
         """Something happens to it."""
         ref, now = node.ref, self._sim.world.now
-        asked_at, alone_since = self._asked_at.get(ref), self._alone_since.get(ref)
-        if asked_at is not None and alone_since is not None and ref not in self._stays:
-            waits_s = now - max(asked_at, alone_since, node.awake_since)
-            demand(waits_s <= ALONE_S, "I4", "{} wants to go, and waits for nobody for {:.1f} s", ref, waits_s)
+        is_member = node.machine is not None and node.machine.view is not None
+        if ref in self._connected and is_member and ref not in self._at_once:
+            self._hopes_at[ref] = now
+        asked_at = self._asked_at.get(ref)
+        if asked_at is not None and ref not in self._stays:
+            waits_s = now - max(asked_at, self._hopes_at.get(ref, 0.0), node.awake_since)
+            demand(waits_s <= ANSWER_S, "I4", "{} wants to go, and waits in vain for {:.1f} s", ref, waits_s)
         match event:
-            case LeaveRequested():
-                self._asked_at.setdefault(ref, now)
+            case LeaveRequested(now=at_once) if asked_at is None or (at_once and ref not in self._at_once):
+                self._asked_at[ref] = now
+                if at_once:
+                    self._at_once.add(ref)
+                    self._stays.discard(ref)
             case Connected():
-                self._alone_since.pop(ref, None)
+                self._connected.add(ref)
             case Disconnected():
-                self._alone_since[ref] = now
+                self._connected.discard(ref)
             case CoordinatorSaid(message=Welcome() | Rebuilding()) if asked_at is not None:
-                self._stays.add(ref)
+                if ref not in self._at_once:
+                    self._stays.add(ref)
             case _:
                 pass
 
@@ -164,7 +170,9 @@ class Leavers:
     def _judge(self, to: PeerRef) -> None:
         newest, node = self._history.newest, self._sim.peers[to.peer_id]
         is_here = node.alive and node.ref == to and self._sim.checkers.holds_newest(node)
-        if newest is None or self._history.final or not is_here or to in self._hasty or to not in self._in_run:
+        machine = self._sim.coordinator.machine
+        is_lost = machine is None or machine.is_rebuilding
+        if newest is None or is_lost or self._history.final or not is_here or to in self._hasty:
             return
         self._judged.add(to)
         # A restarted coordinator knows the members from its journal, before it has told them anything.

@@ -249,7 +249,7 @@ class Reasons:
         is_fit = is_here and is_linked and absence.has_worked and absence.synced in (known.step - 1, known.step)
         demand(out < most or not is_fit, "I4", "{} was late {} times, and is still out", ref, known.waits.get(ref))
         pace = known.paces.get(ref)
-        if pace is None or pace.is_blocked:
+        if pace is None:
             return
         config = self._config
         patience_s = max(config.stall_floor_s, config.stall_factor * pace.longest_s)
@@ -288,6 +288,8 @@ class Reasons:
         known.step = record.outer_step
         for book in (known.ready_at, known.hears, known.spoke):
             book.clear()
+        for pace in known.paces.values():
+            pace.is_blocked = False  # it has what it waited for
         for item in record.contributions:
             known.waits.pop(item.ref, None)
             known.uncertain.discard(item.ref)
