@@ -54,7 +54,7 @@ class _Absence:
     since: int
     """After how many commits it was excused."""
     beside: set[PeerRef]
-    """Members from then on, without a break: it has links with these."""
+    """Members from then on, without a break: it has links with these. Empty if it may have none with some."""
     synced: int
     """The outer step that it says to hold."""
     has_worked: bool = False
@@ -74,8 +74,8 @@ class _Known:
     heard_at: dict[PeerRef, float] = field(default_factory=dict)
     gone: set[PeerRef] = field(default_factory=set)
     """Their connections were lost, and they have said nothing since."""
-    hears: set[PeerRef] = field(default_factory=set)
-    """They have shown that since the newest view or commit."""
+    aware_at: dict[PeerRef, float] = field(default_factory=dict)
+    """When each has shown last that it had heard the newest view and commit, or was on its way to that."""
     spoke: set[PeerRef] = field(default_factory=set)
     """They are done with this attempt at the round."""
     paces: dict[PeerRef, _Pace] = field(default_factory=dict)
@@ -133,7 +133,7 @@ class Reasons:
                 self._beats(sender, message, now)
                 self._arrives(sender, message.outer_step, now)
             case Vote() | RoundFailed() if self._is_of_this_round(message) and sender in known.members:
-                known.hears.add(sender)
+                known.aware_at[sender] = now
                 known.spoke.add(sender)
                 known.ready_at.setdefault(sender, now)
             case Join(held=held) | Synced(held=held) | Leave(held=held) if held is not None:
@@ -155,7 +155,7 @@ class Reasons:
         if known.view is None or beat.epoch < known.view.epoch or sender not in known.members | known.excused:
             return
         if beat.outer_step >= known.step or not beat.blocked:
-            known.hears.add(sender)
+            known.aware_at[sender] = now
         if beat.ready and beat.outer_step == known.step:
             known.ready_at.setdefault(sender, now)
             if sender in known.absences:
@@ -216,13 +216,14 @@ class Reasons:
     def _demand_reason(self, ref: PeerRef, reason: str, now: float) -> None:
         known, config = self._known, self._config
         silent_s = now - known.heard_at.get(ref, -math.inf)
+        aware_s = now - known.aware_at.get(ref, -math.inf)
         limits = {"silent": config.heartbeat_timeout_s, f"silent{_WAITED}": config.suspect_silence_s}
         is_silent = silent_s >= limits.get(reason, 0.0) - _EPS_S
         demand(is_silent, "I4", "{} is dropped as silent, and has spoken", ref)
         is_gone = reason != f"connection lost{_WAITED}" or ref in known.gone
         demand(is_gone, "I4", "{} is dropped for a lost connection, and is here", ref)
-        is_deaf = reason != "does not hear" or ref not in known.hears
-        demand(is_deaf, "I4", "{} is dropped as deaf, and has heard the newest view", ref)
+        is_deaf = reason != "does not hear" or aware_s >= config.heartbeat_timeout_s - _EPS_S
+        demand(is_deaf, "I4", "{} is dropped as deaf, and was aware of all {:.1f} s ago", ref, aware_s)
         is_voteless = not reason.startswith("has not voted") or ref not in known.spoke
         demand(is_voteless, "I4", "{} is dropped without a vote, and is done with the round", ref)
 
@@ -273,11 +274,11 @@ class Reasons:
                 del book[ref]  # type: ignore[attr-defined] # each is a dict of peers
         for ref in excused - known.excused:
             known.waits[ref] = known.waits.get(ref, 0) + 1
-            known.absences[ref] = _Absence(known.num_commits, set(members), known.step)
+            has_apart = known.view is None or bool(known.view.apart)
+            known.absences[ref] = _Absence(known.num_commits, set() if has_apart else set(members), known.step)
         known.absences = {ref: absence for ref, absence in known.absences.items() if ref in excused}
         for absence in known.absences.values():
             absence.beside &= members
-        known.hears.clear()
         known.spoke.clear()
         known.members, known.excused, known.view = members, excused, record.view
 
@@ -286,7 +287,7 @@ class Reasons:
         known.num_commits += 1
         known.num_splits = 0
         known.step = record.outer_step
-        for book in (known.ready_at, known.hears, known.spoke):
+        for book in (known.ready_at, known.spoke):
             book.clear()
         for pace in known.paces.values():
             pace.is_blocked = False  # it has what it waited for
