@@ -28,10 +28,12 @@ from tests.simulation.broken_runs import PatchedCoordinator
 
 class TakesWhoFetchesForDeaf(Attendance):
     def beats(self, session: Session, beat: Heartbeat) -> None:
-        since = session.behind_since
+        since, is_behind = session.behind_since, beat.outer_step < self._state.outer_step
         super().beats(session, beat)
-        if beat.outer_step < self._state.outer_step:
+        if is_behind and beat.epoch >= self._state.epoch and not beat.blocked:
             session.behind_since = since
+            if self._turn.now >= session.told_at + self._config.resend_interval_s:
+                self._news.tell(session)
 
 
 class DropsWhoFetches(PatchedCoordinator):

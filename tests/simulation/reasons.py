@@ -269,9 +269,11 @@ class Reasons:
             known.paces.setdefault(ref, _Pace()).begins(now, is_behind=True)
         out = (known.members | known.excused) - members - excused
         known.uncertain |= out
-        for book in (known.admitted_at, known.ready_at, known.paces):
+        books: tuple[dict[PeerRef, float] | dict[PeerRef, _Pace], ...]
+        books = known.admitted_at, known.ready_at, known.paces
+        for book in books:
             for ref in out & book.keys():
-                del book[ref]  # type: ignore[attr-defined] # each is a dict of peers
+                del book[ref]
         for ref in excused - known.excused:
             known.waits[ref] = known.waits.get(ref, 0) + 1
             has_apart = known.view is None or bool(known.view.apart)
@@ -294,4 +296,3 @@ class Reasons:
         for item in record.contributions:
             known.waits.pop(item.ref, None)
             known.uncertain.discard(item.ref)
-
