@@ -167,12 +167,17 @@ class Leavers:
         """A newer start of a peer takes the place of the older one."""
         self._in_run = {item for item in self._in_run if item.peer_id != ref.peer_id} | {ref}
 
+    def _is_older(self, ref: PeerRef) -> bool:
+        """Whether a newer start of this peer was a member: this one lives on beside a copy of its folder."""
+        known = (member for view in self._history.views for member in view.members)
+        return any(member.peer_id == ref.peer_id and member.incarnation > ref.incarnation for member in known)
+
     def _judge(self, to: PeerRef) -> None:
         newest, node = self._history.newest, self._sim.peers[to.peer_id]
         is_here = node.alive and node.ref == to and self._sim.checkers.holds_newest(node)
         machine = self._sim.coordinator.machine
         is_lost = machine is None or machine.is_rebuilding
-        if newest is None or is_lost or self._history.final or not is_here or to in self._hasty:
+        if newest is None or is_lost or self._history.final or not is_here or to in self._hasty or self._is_older(to):
             return
         self._judged.add(to)
         # A restarted coordinator knows the members from its journal, before it has told them anything.
