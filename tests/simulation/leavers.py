@@ -177,7 +177,7 @@ class Leavers:
         return any(member.peer_id == ref.peer_id and member.incarnation > ref.incarnation for member in known)
 
     def _judge(self, to: PeerRef) -> None:
-        """Not judged is what is said to who held nothing when it asked, and holds the state by now (a gap: seed 4889)."""
+        """Not judged is what is said to who held nothing when it asked, and holds the state now (a gap: seed 4889)."""
         newest, node = self._history.newest, self._sim.peers[to.peer_id]
         is_here = node.alive and node.ref == to and self._sim.checkers.holds_newest(node)
         machine = self._sim.coordinator.machine
