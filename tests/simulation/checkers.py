@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from isthmus.collective.core.types import PeerRef, RoundKey, View
 from isthmus.elastic.core.coordinator import CoordinatorMachine
-from isthmus.elastic.core.events import BecomeLearner, CoordinatorEffect, Finish, InstallStaged, Persist
+from isthmus.elastic.core.events import BecomeLearner, CoordinatorEffect, Finish, InstallStaged, MemberEvent, Persist
 from isthmus.elastic.core.messages import (
     CoordinatorMessage,
     Goodbye,
@@ -41,11 +41,12 @@ from tests.simulation.blame import Blame
 from tests.simulation.courses import Courses
 from tests.simulation.entries import Entries
 from tests.simulation.history import Admissions, History, SharedState
-from tests.simulation.leavers import Leavers
+from tests.simulation.leavers import Leavers, Patient
 from tests.simulation.lies import Lies
 from tests.simulation.methods import Met
 from tests.simulation.options import PATIENT_S
 from tests.simulation.patience import Patience
+from tests.simulation.reasons import Reasons
 from tests.simulation.rebuilds import Certificates
 from tests.simulation.symbols import Payload, Result, State, name
 from tests.simulation.words import Words
@@ -82,6 +83,7 @@ class Checkers:
         self._entries = Entries(
             sim.options.min_peers, sim.coordinator_config.rebuild_grace_s, sim.coordinator_config.meet_timeout_s
         )
+        self._reasons = Reasons(sim.coordinator_config, lambda: sim.coordinator.awake_s())
         self.patience = Patience(
             sim.world,
             sim.options,
@@ -94,6 +96,7 @@ class Checkers:
         self._said_to_hold: dict[PeerRef, Held] = {}  # to the coordinator's process that runs now
         self._had: defaultdict[PeerRef, set[bytes]] = defaultdict(set)  # what each start has held or staged
         self._leavers = Leavers(sim, self.history, self._had)
+        self._patient = Patient(sim)
         self._news = True  # something happened that may end the seed
 
     # ------------------------------------------------------------------------ the coordinator
@@ -107,6 +110,7 @@ class Checkers:
         self._blame.coordinator_started()
         self._entries.coordinator_started()
         self._lies.coordinator_started()
+        self._reasons.coordinator_started(machine.state.outer_step)
         self._halted = False  # a halt is no record: whoever starts everything again wants the run to go on
         self._sim.marks.coordinator_started(len(self._sim.coordinator.journal))
 
@@ -132,6 +136,7 @@ class Checkers:
                 self._blame.view_decided(record, before)
                 self._words.view_decided(record)
                 self._entries.view_decided(record, before, self._sim.coordinator.awake_s())
+                self._reasons.persisted(record)
             case CommitRecord():
                 self._sim.world.say("commit", record.key, record.digest.hex()[:6])
                 demand(before is not None and before.epoch == record.key.epoch, "I8", "a commit of another epoch")
@@ -162,6 +167,7 @@ class Checkers:
                 self._blame.rebuilt(record)
                 self._words.rebuilt()
                 self._entries.rebuilt(record, self._sim.coordinator.awake_s())
+                self._reasons.persisted(record)
             case _:
                 pass
 
@@ -173,8 +179,15 @@ class Checkers:
         """Its connection was lost, as the coordinator's process sees it."""
         self._words.went(sender, self._sim.coordinator.awake_s())
 
+    def lost(self, sender: PeerRef) -> None:
+        """The machine is about to hear that this connection is gone."""
+        self._reasons.lost(sender)
+        self._leavers.connection_lost(sender)
+
     def decided(self, effects: Sequence[CoordinatorEffect]) -> None:
         """What the coordinator is about to do."""
+        self._reasons.decided(effects)
+        self._leavers.decided(effects)
         for effect in effects:
             match effect:
                 case Persist(record=ViewRecord() as record):
@@ -189,6 +202,7 @@ class Checkers:
         self._words.brought(sender, message)
         self._leavers.brought(sender, message)
         self._entries.brought(sender, message)
+        self._reasons.brought(sender, message)
         match message:
             case Vote():
                 self.patience.voted(sender, message)
@@ -243,6 +257,14 @@ class Checkers:
 
     def heard(self, node: "PeerNode", message: CoordinatorMessage) -> None:
         self.certificates.heard(node, message)
+
+    def feels(self, node: "PeerNode", event: MemberEvent) -> None:
+        """Its machine is about to hear of this."""
+        self._patient.feels(node, event)
+
+    def knows(self, node: "PeerNode", message: CoordinatorMessage) -> None:
+        """Its machine has heard this, and all that follows is done."""
+        self.certificates.knows(node, message)
 
     def started(self, node: "PeerNode") -> None:
         self._news = True

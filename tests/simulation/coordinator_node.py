@@ -201,6 +201,8 @@ class CoordinatorNode(Process):
         """What comes of it, or as much of that as happens before the process dies."""
         if isinstance(event, PeerSaid) and self.leads:
             self.sim.checkers.brought(event.sender, event.message)
+        elif isinstance(event, PeerConnectionLost) and self.leads:
+            self.sim.checkers.lost(event.sender)
         effects = self.sim.parts.arrange(machine.handle(event, self.time.now()))
         if effects and self.sim.looks_into_machines():
             machine.check_invariants()

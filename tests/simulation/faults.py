@@ -30,6 +30,7 @@ class FaultInjector:
             (options.hang_rate, "hang", self.hang_peer),
             (options.leave_rate, "leave", self.leave_peer),
             (options.last_leave_rate, "leave of the last", self.leave_of_the_last),
+            (options.alone_leave_rate, "leave without an answer", self.leave_alone),
             (options.link_break_rate, "link break", self.break_link),
             (options.reset_rate, "reset", self.reset_connection),
             (options.cut_rate, "cut", self.cut),
@@ -194,6 +195,17 @@ class FaultInjector:
         node.leave(now=now)
         if self.rng.random() < 0.7:
             self.sim.world.after(self.rng.uniform(5.0, 15.0), f"return {node.peer_id}", self._restart, node)
+
+    def leave_alone(self) -> None:
+        """One is asked to go that has lost the coordinator, and does not find it again in time."""
+        node = self._somebody()
+        if node is None:
+            return
+        self.sim.world.say(node.peer_id, "has no coordinator, and wants to leave")
+        self._cut_for([(node.peer_id, COORDINATOR), (COORDINATOR, node.peer_id)], self.rng.uniform(10.0, 15.0))
+        self.sim.control.break_connection(node)
+        node.leave(now=self.rng.random() < 0.5)
+        self.sim.world.after(self.rng.uniform(15.0, 20.0), f"return {node.peer_id}", self._restart, node)
 
     def evict_peer(self) -> None:
         node = self._somebody()

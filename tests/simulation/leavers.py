@@ -1,14 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""I3: nobody who leaves in order takes the committed state away from those who are in the run.
+"""I3, I4: who leaves in order takes the committed state away from nobody in the run, and goes in a bounded time.
 
 The books are kept from what is said: who is in the run as the coordinator has told it, and who has asked to go.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from isthmus.collective.core.types import PeerRef
-from isthmus.elastic.core.events import Finish
+from isthmus.elastic.core.events import (
+    Connected,
+    CoordinatorEffect,
+    CoordinatorSaid,
+    Disconnected,
+    Finish,
+    LeaveRequested,
+    MemberEvent,
+    SendToPeer,
+)
 from isthmus.elastic.core.exit_codes import LEFT
 from isthmus.elastic.core.messages import (
     CoordinatorMessage,
@@ -27,7 +36,49 @@ from tests.simulation.symbols import name
 from tests.simulation.world import demand
 
 if TYPE_CHECKING:
+    from tests.simulation.peer import PeerNode
     from tests.simulation.simulator import Simulator
+
+ANSWER_S = 9.5
+"""In which a leaver has its answer, or is gone: its timeout, by the slowest clock, and a little more."""
+
+
+class Patient:
+    """I4: who wants to go, and knows of nothing to wait for, goes by itself."""
+
+    def __init__(self, sim: "Simulator") -> None:
+        self._sim = sim
+        self._asked_at: dict[PeerRef, float] = {}
+        self._at_once: set[PeerRef] = set()
+        self._connected: set[PeerRef] = set()
+        self._hopes_at: dict[PeerRef, float] = {}  # as a member, for the next commit
+        self._stays: set[PeerRef] = set()  # it was told that it is needed, or may have been
+
+    def feels(self, node: "PeerNode", event: MemberEvent) -> None:
+        """Something happens to it."""
+        ref, now = node.ref, self._sim.world.now
+        is_member = node.machine is not None and node.machine.view is not None
+        if ref in self._connected and is_member and ref not in self._at_once:
+            self._hopes_at[ref] = now
+        asked_at = self._asked_at.get(ref)
+        if asked_at is not None and ref not in self._stays:
+            waits_s = now - max(asked_at, self._hopes_at.get(ref, 0.0), node.awake_since)
+            demand(waits_s <= ANSWER_S, "I4", "{} wants to go, and waits in vain for {:.1f} s", ref, waits_s)
+        match event:
+            case LeaveRequested(now=at_once) if asked_at is None or (at_once and ref not in self._at_once):
+                self._asked_at[ref] = now
+                if at_once:
+                    self._at_once.add(ref)
+                    self._stays.discard(ref)
+            case Connected():
+                self._connected.add(ref)
+            case Disconnected():
+                self._connected.discard(ref)
+            case CoordinatorSaid(message=Welcome() | Rebuilding()) if asked_at is not None:
+                if ref not in self._at_once:
+                    self._stays.add(ref)
+            case _:
+                pass
 
 
 class Leavers:
@@ -42,14 +93,32 @@ class Leavers:
         self._hasty: set[PeerRef] = set()
         self._stays_since: dict[PeerRef, float] = {}
         self._judged: set[PeerRef] = set()
+        self._here: set[PeerRef] = set()  # the coordinator's process has heard them, and knows of no lost connection
+        self._here_then: dict[PeerRef, Collection[PeerRef]] = {}  # when it was decided to let this one go
+        self._empty: set[PeerRef] = set()  # they held nothing when they asked last
+        self._empty_then: dict[PeerRef, bool] = {}
 
     def coordinator_started(self) -> None:
         """It knows nobody; whom it has told to stay it may have to tell again."""
         self._in_run.clear()
+        self._here.clear()
+
+    def connection_lost(self, sender: PeerRef) -> None:
+        """The coordinator hears that a connection is gone."""
+        self._here.discard(sender)
+
+    def decided(self, effects: Sequence[CoordinatorEffect]) -> None:
+        """Who is here is what is known now; the word may be told later."""
+        for effect in effects:
+            if isinstance(effect, SendToPeer) and isinstance(effect.message, Goodbye):
+                self._here_then[effect.to] = frozenset(self._here)
+                self._empty_then[effect.to] = effect.to in self._empty
 
     def brought(self, sender: PeerRef, message: PeerMessage) -> None:
+        self._here.add(sender)
         if isinstance(message, Leave):
             (self._hasty if message.now else self._leaving).add(sender)
+            (self._empty.add if message.held is None else self._empty.discard)(sender)
 
     def told(self, to: PeerRef, message: CoordinatorMessage) -> None:
         match message:
@@ -102,17 +171,27 @@ class Leavers:
         """A newer start of a peer takes the place of the older one."""
         self._in_run = {item for item in self._in_run if item.peer_id != ref.peer_id} | {ref}
 
+    def _is_older(self, ref: PeerRef) -> bool:
+        """Whether a newer start of this peer was a member: this one lives on beside a copy of its folder."""
+        known = (member for view in self._history.views for member in view.members)
+        return any(member.peer_id == ref.peer_id and member.incarnation > ref.incarnation for member in known)
+
     def _judge(self, to: PeerRef) -> None:
+        """Not judged is what is said to who held nothing when it asked, and holds the state now (a gap: seed 4889)."""
         newest, node = self._history.newest, self._sim.peers[to.peer_id]
         is_here = node.alive and node.ref == to and self._sim.checkers.holds_newest(node)
-        if newest is None or self._history.final or not is_here or to in self._hasty or to not in self._in_run:
+        machine = self._sim.coordinator.machine
+        is_lost = machine is None or machine.is_rebuilding
+        if newest is None or is_lost or self._history.final or not is_here:
+            return
+        if to in self._hasty or self._empty_then[to] or self._is_older(to):
             return
         self._judged.add(to)
         # A restarted coordinator knows the members from its journal, before it has told them anything.
         members = [{member.ref for member in view.members} for view in self._history.views[-2:]]
         others = self._in_run.union(*members[-1:]) - {to}
         # The view may have changed just now, and one of those that go together stays.
-        holders = others.union(*members) - {to}
+        holders = others.union(*members).intersection(self._here_then[to]) - {to}
         if any(self._has(ref, newest) for ref in holders) or others <= self._leaving | self._hasty:
             self._sim.marks["leave: handed over"] += to in self._stays_since
             return

@@ -33,6 +33,7 @@ class Lies:
         self._disputes: set[frozenset[str]] = set()  # pairs that differed about a weight, to this coordinator
         self._told: int | None = None  # the epoch, while its members count with weights that they were told
         self._overruled: dict[PeerId, tuple[int, PeerRef]] = {}  # in a row, the last time as this start
+        self._struck: dict[PeerId, PeerRef] = {}  # which start was wrong last
 
     def staged(self, node: "PeerNode", key: RoundKey, sizes: tuple[float, ...]) -> None:
         self._sizes[key][node.ref] = sizes
@@ -56,6 +57,7 @@ class Lies:
                 others = {item for pair in self._disputes if peer in pair for item in pair - {peer}}
                 demand(len(others) < 2, "liars", f"{peer} is at odds with {sorted(others)}, and stays")
         self._epoch = record.view.epoch
+        self._struck |= {ref.peer_id: ref for ref in record.struck}
         for ref in record.struck:
             demand(self._sim.is_liar(ref.peer_id), "liars", f"{name(ref)} is called a liar: {record.cause}")
             demand(not record.view.holds(ref), "liars", f"{name(ref)} is called a liar and stays")
@@ -65,6 +67,9 @@ class Lies:
 
     def told(self, to: PeerRef, message: CoordinatorMessage, view: View | None) -> None:
         """What ends a peer's part, or the run."""
+        if isinstance(message, Refused) and "times in a row" in message.reason:
+            was_wrong = self._struck.get(to.peer_id, to) == to
+            demand(was_wrong, "liars", "{} is sent home for what another start of it did", to)
         if not isinstance(message, Refused) or self._sim.options.wrong_result > 0:
             return
         if "times in a row" in message.reason:
@@ -76,6 +81,7 @@ class Lies:
     def rebuilt(self) -> None:
         """The journal is lost, and with it who was wrong how often."""
         self._overruled.clear()
+        self._struck.clear()
 
     def reported(self, sender: PeerRef, report: RoundFailed) -> None:
         self._failed[report.key].add(sender)
@@ -95,6 +101,8 @@ class Lies:
             demand(item.weight <= samples, "liars", f"{name(item.ref)} weighs {item.weight} with {samples} samples")
             if item.ref in record.disputed:
                 continue
+            if not item.agreed:
+                self._struck[item.ref.peer_id] = item.ref
             peer_id, overruled = item.ref.peer_id, self._overruled.get(item.ref.peer_id, (0, item.ref))
             self._overruled[peer_id] = (0, item.ref) if item.agreed else (overruled[0] + 1, item.ref)
             is_out = overruled[0] < MAX_STRIKES or overruled[1] != item.ref

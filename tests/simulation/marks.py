@@ -202,6 +202,7 @@ KNOWN = frozenset(
         "fault: leave",
         "fault: evict",
         "fault: leave of the last",
+        "fault: leave without an answer",
         "fault: link break",
         "fault: partition",
         "fault: one-way dials",

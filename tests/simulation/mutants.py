@@ -40,6 +40,19 @@ from tests.simulation.broken_members import (
     OpenGate,
     SaysTooMuch,
 )
+from tests.simulation.broken_reasons import (
+    AdmitsTheAbsent,
+    BelievesInTheLostRun,
+    DropsWhoFetches,
+    DropsWhoIsAccused,
+    ExcusesTooEarly,
+    HaltsForOldSplits,
+    KeepsTheIdle,
+    LeavesItToTheAbsent,
+    NeverGoesByItself,
+    PausesLongerAndLonger,
+    RemembersEveryStart,
+)
 from tests.simulation.broken_rounds import (
     AccusesAllOut,
     BelievesEveryWeight,
@@ -428,5 +441,49 @@ MUTANTS: dict[str, Mutant] = {
     "emits_from_live": Mutant(
         what="a payload counts from a state that has not landed",
         parts=Parts(worker=EmitsFromWhatIsLive),
+    ),
+    "on_its_way_is_deaf": Mutant(
+        what="a member that fetches the view's state is put out as one that does not hear",
+        parts=Parts(coordinator=DropsWhoFetches),
+    ),
+    "accused_is_silent": Mutant(
+        what="who is accused is dropped as silent, though it speaks",
+        parts=Parts(coordinator=DropsWhoIsAccused),
+    ),
+    "grace_from_the_first": Mutant(
+        what="the grace for the late begins with the first payload, not with the quorum",
+        parts=Parts(coordinator=ExcusesTooEarly),
+    ),
+    "absent_hold": Mutant(
+        what="a leaver takes the state away, since somebody who is gone has held it",
+        parts=Parts(coordinator=LeavesItToTheAbsent),
+    ),
+    "splits_add_up": Mutant(
+        what="votes without a majority are counted over all rounds, and end the run",
+        parts=Parts(coordinator=HaltsForOldSplits),
+    ),
+    "pauses_add_up": Mutant(
+        what="who is late now and then stays out for longer each time, whatever it gives between",
+        parts=Parts(coordinator=PausesLongerAndLonger),
+    ),
+    "absent_admitted": Mutant(
+        what="a learner becomes a member whose connection is lost",
+        parts=Parts(coordinator=AdmitsTheAbsent),
+    ),
+    "idle_excused_kept": Mutant(
+        what="an excused peer that stands still is never given up for that",
+        parts=Parts(coordinator=KeepsTheIdle),
+    ),
+    "strikes_of_any_start": Mutant(
+        what="a new start of a peer is sent home for what an older one did",
+        parts=Parts(coordinator=RemembersEveryStart),
+    ),
+    "given_up_kept": Mutant(
+        what="a peer goes on believing in a run that began again from nothing, and keeps no newer certificate",
+        parts=Parts(member=BelievesInTheLostRun),
+    ),
+    "leaver_waits": Mutant(
+        what="who wants to go, and has no coordinator, waits for one",
+        parts=Parts(member=NeverGoesByItself),
     ),
 }

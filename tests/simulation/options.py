@@ -140,6 +140,8 @@ class Options:
     leave_now: float = 0.3
     evict_rate: float = 0.0
     """The operator puts a peer out. Its next start has a ticket."""
+    alone_leave_rate: float = 0.0
+    """A peer is asked to go while it has no coordinator, for longer than it waits for an answer."""
     last_leave_rate: float = 0.0
     """All who hold the committed state leave in order while somebody fetches it."""
     wrong_manifest: bool = False
@@ -190,7 +192,7 @@ class Options:
 
         They are drawn apart from what happens: the same options given by hand make the same history.
         """
-        return cls.plain_of_seed(seed)._with_false_sums(seed)._with_method(seed)
+        return cls.plain_of_seed(seed)._with_false_sums(seed)._with_method(seed)._and_rare(seed)
 
     @classmethod
     def plain_of_seed(cls, seed: int) -> "Options":
@@ -333,6 +335,11 @@ class Options:
             ops=ops,
             hurries=rng.random() < 0.5,
         )
+
+    def _and_rare(self, seed: int) -> "Options":
+        """What few seeds have, drawn apart: all others keep their histories."""
+        rng = random.Random(f"rare options of {seed}")
+        return self.with_(alone_leave_rate=0.1 if rng.random() < 0.08 else 0.0)
 
     def with_(self, **changes: object) -> "Options":
         """The same but for these."""

@@ -191,7 +191,10 @@ class PeerNode(Process):
     def on_told(self, connection: "ControlConnection", message: CoordinatorMessage) -> None:
         if connection.up_at_peer:
             self.sim.checkers.heard(self, message)
+            start = self.start_number
             self.feed(CoordinatorSaid(message=message))
+            if self.is_up and self.start_number == start:
+                self.sim.checkers.knows(self, message)
 
     def on_refused(self, key: RoundKey, gone: PeerRef) -> None:
         if self.exchange is not None and self.exchange.key == key:
@@ -208,6 +211,7 @@ class PeerNode(Process):
         machine = self.machine
         if machine is None or self.exit is not None:
             return
+        self.sim.checkers.feels(self, event)
         effects = machine.handle(event, self.clock.now())
         if isinstance(event, CoordinatorSaid) and isinstance(event.message, Evicted) and self.staged is not None:
             is_lost = self.voted == self.staged[0] and AbortExchange(key=self.voted) in effects

@@ -45,6 +45,8 @@ class Process:
         self.start_number = 0
         self.alive = False
         self.paused_until = 0.0
+        self.awake_since = 0.0
+        """Since when nothing that happens to it has waited."""
         self._backlog: list[tuple[Callable[..., None], tuple[Any, ...]]] = []
         self._tick_at: Instant | None = None
 
@@ -55,6 +57,7 @@ class Process:
         self.start_number += 1
         self.alive = True
         self.paused_until = 0.0
+        self.awake_since = self.world.now
         self._backlog = []
         self._tick_at = None
 
@@ -90,6 +93,7 @@ class Process:
             self.paused_until = 0.0
         if self.world.now < self.paused_until:
             return
+        self.awake_since = self.world.now
         backlog, self._backlog = self._backlog, []
         for action, args in backlog:
             self.run(self.start_number, action, *args)

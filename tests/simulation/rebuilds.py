@@ -13,12 +13,14 @@ from isthmus.elastic.core.messages import (
     Commit,
     CoordinatorMessage,
     DataPosition,
+    Evicted,
     Held,
     Join,
     Leave,
     NewView,
     PeerMessage,
     Rebuilt,
+    Welcome,
 )
 from isthmus.elastic.core.records import CommitRecord, RebuildRecord, Record
 from tests.keys import PeerKeys
@@ -52,6 +54,19 @@ def forge(certificate: Certificate, me: PeerRef, keys: PeerKeys) -> Certificate:
     )
 
 
+def _epoch_of(message: CoordinatorMessage) -> int:
+    """The one that it names; 0 if it names none."""
+    match message:
+        case Commit(certificate=certificate):
+            return certificate.key.epoch
+        case NewView(view=view):
+            return view.epoch
+        case Welcome(epoch=epoch) | Evicted(epoch=epoch) | Rebuilt(epoch=epoch):
+            return epoch
+        case _:
+            return 0
+
+
 class Certificates:
     """The chain as it was told, and what each start of a peer has heard of it."""
 
@@ -61,6 +76,7 @@ class Certificates:
         self._records: dict[RoundKey, CommitRecord] = {}
         self._links = [b""]  # of the journal's commits, the genesis first
         self._brought: dict[PeerRef, Certificate] = {}  # to the coordinator's process that runs now
+        self._epochs: dict[PeerRef, int] = {}  # the newest that each start has heard of
 
     def persisted(self, record: Record) -> None:
         match record:
@@ -158,6 +174,15 @@ class Certificates:
                     node.proof, node.rebuilt_epoch = message.certificate, message.epoch
             case _:
                 pass
+
+    def knows(self, node: "PeerNode", message: CoordinatorMessage) -> None:
+        """The newest commit, in the newest epoch that it has heard of, is kept: it may be asked to prove it."""
+        self._epochs[node.ref] = max(self._epochs.get(node.ref, 0), _epoch_of(message))
+        if not isinstance(message, Commit) or message.certificate.key.epoch < self._epochs[node.ref]:
+            return
+        kept, proof = node.disk_certificate, node.proof
+        is_kept = proof != message.certificate or (kept is not None and kept.order >= message.certificate.order)
+        demand(is_kept, "I3", "{} has heard of a commit, and does not keep its certificate", node.ref)
 
     # ------------------------------------------------------------------------ a lost journal
 

@@ -133,6 +133,16 @@ class CountsIdleTime(ProgressWatch):
         )
 
 
+class MindsNoSilence(ProgressWatch):
+    """Who owes nothing by itself may say nothing for ever."""
+
+    def is_stalled(self, now: Instant, *, owes: bool) -> bool:
+        heard_at, self._heard_at = self._heard_at, now
+        result = super().is_stalled(now, owes=owes)
+        self._heard_at = heard_at
+        return result
+
+
 def say_nothing(bundle: Bundle) -> None:
     """No sign of life."""
 
@@ -177,6 +187,11 @@ ROUND_MUTANTS = {
     "no_credit": _mutant("chunks are sent to members that have not opened", machine=KnowsNoCredit),
     "forgives_nothing": _mutant(
         "time in which a peer was stopped counts against others", PAUSES, watch=ForgivesNothing
+    ),
+    "minds_no_silence": _mutant(
+        "a member that hangs is awaited as long as what it owes depends on others",
+        PAUSES | {"num_operations": 2, "plans": ("ring", "ring")},
+        watch=MindsNoSilence,
     ),
     "counts_idle_time": _mutant(
         "a member that had nothing to send for long is blamed as soon as it has", FAR, watch=CountsIdleTime

@@ -251,6 +251,30 @@ def test_member_that_speaks_but_shows_no_sign_of_hearing_is_told_again_and_then_
     assert driver.member_numbers() == [1]
 
 
+def test_member_that_is_on_its_way_to_the_views_state_hears_and_stays() -> None:
+    driver = CoordinatorDriver(heartbeat_timeout_s=3.0).with_members(1, 2)
+    state = driver.machine.state
+    driver.vote(1)
+    driver.vote(2)
+    for progress in range(6):
+        driver.wait(1.0)
+        beat(driver, 1, progress)
+        behind = OuterStep(state.outer_step - 1)
+        driver.says(2, Heartbeat(epoch=state.epoch, outer_step=behind, progress=progress, blocked=False))
+    assert driver.member_numbers() == [1, 2]
+
+
+def test_older_start_of_a_former_member_stays_out_while_the_newer_one_is_away() -> None:
+    driver = CoordinatorDriver().with_members(1)
+    driver.join(2, driver.machine.state.committed, incarnation=5)
+    driver.vote(1)
+    driver.feed(PeerConnectionLost(sender=ref(2, 5)))
+    driver.wait(driver.config.reconnect_grace_s + 0.1)
+    assert driver.member_numbers() == [1]
+    driver.join(2, driver.machine.state.committed, epoch=driver.machine.state.epoch, incarnation=4)
+    assert "newer start" in driver.told(2, Refused, incarnation=4).reason
+
+
 def test_coordinator_that_was_paused_judges_nobody_by_that_time() -> None:
     driver = CoordinatorDriver().with_members(1, 2)
     driver.now = 60.0

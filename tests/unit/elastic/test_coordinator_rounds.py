@@ -217,6 +217,18 @@ def test_member_that_reaches_nobody_goes_and_not_those_who_reach_each_other() ->
     assert driver.member_numbers() == [2, 3, 4]
 
 
+def test_what_was_said_before_a_commit_counts_no_more() -> None:
+    driver = CoordinatorDriver().with_veterans(1, 2, 3, 4)
+    driver.fail(1, 3)
+    driver.wait(0.3)
+    for number in (1, 2, 3, 4):
+        driver.vote(number)
+    for _ in range(2):
+        driver.fail(1, 2)
+        driver.wait(0.3)
+    assert driver.member_numbers() == [1, 3, 4], "one link is broken, and its accused end goes"
+
+
 def test_what_a_member_was_told_is_no_second_voice() -> None:
     driver = CoordinatorDriver().with_veterans(1, 2, 3, 4)
     for speaks in (True, True, False):

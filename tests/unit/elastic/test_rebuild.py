@@ -227,6 +227,17 @@ def test_newer_certificate_gives_its_own_members_time_to_come() -> None:
     assert record.certificate == LAST
 
 
+def test_commit_of_a_newer_epoch_counts_before_a_later_step_that_an_earlier_rebuild_gave_up() -> None:
+    driver = rebuilding()
+    given_up, newer = certificate(3, 9, 1, 2, 3), certificate(EPOCHS_A_REBUILD, 5, 1, 2, 3)
+    joins(driver, 1, newer, epoch=EPOCHS_A_REBUILD)
+    joins(driver, 2, newer, epoch=EPOCHS_A_REBUILD)
+    joins(driver, 3, given_up)
+    driver.wait(GRACE_S)
+    (record,) = driver.records(RebuildRecord)
+    assert record.certificate == newer
+
+
 def test_forged_certificate_is_counted_and_counts_for_nothing() -> None:
     driver = rebuilding()
     joins(driver, 1, FORGED)

@@ -109,6 +109,19 @@ def test_half_of_the_members_go_back_when_the_others_had_their_time() -> None:
     assert the_rollback(driver).given_up == 3
 
 
+def test_a_member_that_is_back_in_the_same_start_may_have_the_newest_commit_staged_and_is_waited_for() -> None:
+    driver = after_power_cut(1, 2)
+    driver.wait(driver.config.recover_grace_s + 1.0)
+    come_back(driver, 1, 2)
+    driver.join(2, held(2), epoch=driver.machine.state.epoch, incarnation=1)  # it was alive behind a broken line
+    beat = Heartbeat(epoch=driver.machine.state.epoch, outer_step=held(2).outer_step, progress=1, blocked=False)
+    for _ in range(int(GRACE_S) + 2):
+        driver.wait(HEARTBEAT_S)
+        driver.says(ref(1, 2), beat)
+        driver.says(ref(2, 1), beat)
+    assert not driver.records(RollbackRecord), "its words may have been lost"
+
+
 def test_a_minority_waits_as_long_as_the_others_may_be_alive() -> None:
     driver = after_power_cut(1, 2, 3)
     come_back(driver, 1, 2)
