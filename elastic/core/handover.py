@@ -78,7 +78,7 @@ class Handover:
             self._news.turn_away(sender, "hear of the commit that you voted for, and say again what you hold")
         else:
             alone = has_newest and not self._roster.over and not self._holders.is_held()
-            self._turn.send(sender, Goodbye(outer_step=state.outer_step, alone=alone))
+            self._turn.send(sender, Goodbye(outer_step=state.outer_step, alone=alone, to_empty=held is None))
 
     def _asked_by_no_member(self, session: Session, leave: Leave) -> None:
         held = leave.held

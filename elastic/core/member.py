@@ -266,7 +266,9 @@ class MemberMachine:
             case Meet(peers=peers):
                 self._place.effects.append(MakeLinks(peers=tuple(peer for peer in peers if peer.ref != self.me)))
             case Goodbye():
-                if self._farewell.word is not None:
+                # Who has the state since it said that it held nothing may be the only one (seed 4889).
+                is_meant = not message.to_empty or self.held is None
+                if self._farewell.word is not None and (is_meant or self._farewell.word.now):
                     where = f"outer step {message.outer_step}"
                     if message.alone:
                         where += ", which nobody else holds: start this peer again to go on from there"

@@ -261,10 +261,14 @@ class LeaseGrant(_Message, frozen=True, kw_only=True):
 
 
 class Goodbye(_Message, frozen=True, kw_only=True):
-    """You have left; nothing of yours is pending. `alone`: nobody else is known to hold the state of this step."""
+    """You have left; nothing of yours is pending. `alone`: nobody else is known to hold the state of this step.
+
+    `to_empty`: this answers a Leave whose sender held no state then. One that has fetched it meanwhile is not meant.
+    """
 
     outer_step: OuterStep
     alone: bool = False
+    to_empty: bool = False
 
 
 class Meet(_Message, frozen=True, kw_only=True):

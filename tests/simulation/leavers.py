@@ -95,8 +95,6 @@ class Leavers:
         self._judged: set[PeerRef] = set()
         self._here: set[PeerRef] = set()  # the coordinator's process has heard them, and knows of no lost connection
         self._here_then: dict[PeerRef, Collection[PeerRef]] = {}  # when it was decided to let this one go
-        self._empty: set[PeerRef] = set()  # they held nothing when they asked last
-        self._empty_then: dict[PeerRef, bool] = {}
 
     def coordinator_started(self) -> None:
         """It knows nobody; whom it has told to stay it may have to tell again."""
@@ -112,13 +110,11 @@ class Leavers:
         for effect in effects:
             if isinstance(effect, SendToPeer) and isinstance(effect.message, Goodbye):
                 self._here_then[effect.to] = frozenset(self._here)
-                self._empty_then[effect.to] = effect.to in self._empty
 
     def brought(self, sender: PeerRef, message: PeerMessage) -> None:
         self._here.add(sender)
         if isinstance(message, Leave):
             (self._hasty if message.now else self._leaving).add(sender)
-            (self._empty.add if message.held is None else self._empty.discard)(sender)
 
     def told(self, to: PeerRef, message: CoordinatorMessage) -> None:
         match message:
@@ -177,14 +173,13 @@ class Leavers:
         return any(member.peer_id == ref.peer_id and member.incarnation > ref.incarnation for member in known)
 
     def _judge(self, to: PeerRef) -> None:
-        """Not judged is what is said to who held nothing when it asked, and holds the state now (a gap: seed 4889)."""
         newest, node = self._history.newest, self._sim.peers[to.peer_id]
         is_here = node.alive and node.ref == to and self._sim.checkers.holds_newest(node)
         machine = self._sim.coordinator.machine
         is_lost = machine is None or machine.is_rebuilding
         if newest is None or is_lost or self._history.final or not is_here:
             return
-        if to in self._hasty or self._empty_then[to] or self._is_older(to):
+        if to in self._hasty or self._is_older(to):
             return
         self._judged.add(to)
         # A restarted coordinator knows the members from its journal, before it has told them anything.

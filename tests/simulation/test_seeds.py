@@ -129,7 +129,8 @@ CAUGHT_BY = {
     "rolled_back_too_far": 28, "snapshot_without_departed": 107, "snapshot_without_excused": 72,
     "snapshot_without_leases": 1, "snapshot_without_past": 128, "splits_add_up": 6, "state_taken_away": 3,
     "store_without_fence": 7, "strikes_of_any_start": 24, "struck_stay": 26, "sums_not_compared": 219,
-    "time_goes_on": 39, "tokens_for_weights": 1, "unaware_welcomed": 3, "vote_after_failure": 48,
+    "sums_without_work": 20, "time_goes_on": 39, "tokens_for_weights": 1, "unaware_welcomed": 3,
+    "vote_after_failure": 48,
     "vote_of_any_epoch": 1, "vote_unsigned": 46, "vote_without_digest": 4, "voteless_awaited": 66,
     "weight_beyond_leases": 33, "weights_not_compared": 22,
 }

@@ -378,6 +378,18 @@ def test_leaver_waits_for_the_boundary_without_limit_and_ends_with_code_20() -> 
     assert driver.ordered() == [Finish(code=20, reason="left at outer step 5")]
 
 
+def test_goodbye_to_who_held_nothing_is_not_for_who_has_the_state_by_now_unless_it_wants_to_go_at_once() -> None:
+    """It would take the only copy along (seed 4889 of the simulator)."""
+    driver = active()
+    driver.feed(LeaveRequested(now=False))
+    driver.hears(Goodbye(outer_step=OuterStep(4), to_empty=True))
+    assert driver.machine.phase is Phase.ACTIVE
+    driver.feed(LeaveRequested(now=True))
+    driver.ordered()
+    driver.hears(Goodbye(outer_step=OuterStep(4), to_empty=True))
+    assert driver.ordered() == [Finish(code=20, reason="left at outer step 4")]
+
+
 def test_goodbye_that_nobody_asked_for_is_ignored() -> None:
     driver = active()
     assert driver.hears(Goodbye(outer_step=OuterStep(5))) == []
