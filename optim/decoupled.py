@@ -30,6 +30,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
+import statistics
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
@@ -56,6 +57,8 @@ PLAIN_MEAN: Final = "plain_mean"
 _INNER_STEPS: Final = 24
 _DELAY: Final = 2
 """The paper's."""
+_LONGEST: Final = 10.0
+"""How many times the middle one of the lengths a length counts for at most. Ours, not the paper's."""
 _SAMPLES: Final = 2.0**20
 """Unit of samples in a weight: squares of tokens by themselves come near to the largest weight that can be sent."""
 
@@ -166,6 +169,8 @@ def _is_plain(shared: Tensors) -> bool:
 def radial_directional(result: Result, *, warmth: float = 1.0) -> Tensor:
     """RDA of unit vectors: their mean, stretched to the weighted mean of the lengths in the notes.
 
+    A length counts for ten times the others' in the middle at most: whoever says more would stretch the mean alone.
+
     Args:
         result: value [numel], weights and one note a member.
         warmth: in [0, 1], how much of the stretching is done.
@@ -173,8 +178,12 @@ def radial_directional(result: Result, *, warmth: float = 1.0) -> Tensor:
     Returns:
         [numel], new memory, with the same bits on every machine; zeros where the directions cancel.
     """
+    known = [note[0] for note in result.notes if note[0] > 0.0]
+    longest = _LONGEST * statistics.median_low(known) if known else 0.0
     # fsum rounds once, whatever the order: sum() adds differently from one Python to the next.
-    weighted = math.fsum(weight * note[0] for weight, note in zip(result.weights, result.notes, strict=True))
+    weighted = math.fsum(
+        weight * min(note[0], longest) for weight, note in zip(result.weights, result.notes, strict=True)
+    )
     mean_length = weighted / math.fsum(result.weights)
     length = norm(result.value)
     stretched = (1.0 - warmth) * mean_length + warmth * mean_length / length if length > 0.0 else 0.0

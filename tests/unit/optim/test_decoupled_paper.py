@@ -140,6 +140,18 @@ def vectors(count, numel=64):
     return [torch.randn(numel, generator=generator) * (1.0 + index) for index in range(count)]
 
 
+def test_one_that_says_it_is_a_million_times_as_long_counts_for_ten_times_the_middle():
+    direction = torch.zeros(8)
+    direction[3] = 1.0
+    for lengths, expected in (((1.0, 2.0, 3.0, 1e6), (1.0 + 2.0 + 3.0 + 20.0) / 4), ((0.0, 0.0, 2.0), 2.0 / 3)):
+        members = tuple(f"w{index}" for index in range(len(lengths)))
+        notes = tuple((length,) for length in lengths)
+        result = Result(
+            value=direction, members=members, weight_sum=len(lengths), weights=(1.0,) * len(lengths), notes=notes
+        )
+        torch.testing.assert_close(radial_directional(result), direction * expected)
+
+
 def test_of_one_vector_it_is_the_identity():
     (vector,) = vectors(1)
     torch.testing.assert_close(merge([vector], [3.0]), vector)
