@@ -26,6 +26,9 @@ OuterStep = NewType("OuterStep", int)
 Instant = float
 """Seconds on a monotonic clock that the caller owns. Machines only compare and add."""
 
+HUGE = 1e30
+"""How large numbers are that cannot be squared in their dtype or cannot be read, as root mean square."""
+
 PEER_ID_PATTERN = "^[0-9a-f]{16}$"
 
 

@@ -15,8 +15,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-HUGE = 1e30
-"""The size of numbers that cannot be squared in their dtype, and of NaN."""
+from isthmus.collective.core.types import HUGE
+
 _HALF = (torch.bfloat16, torch.float16)
 
 
@@ -70,14 +70,15 @@ class Sizes:
         for part in (*self._beside, self._parts[self._rank]):
             whole.squares, whole.numel = whole.squares + part.squares, whole.numel + part.numel
         own = sizes[self._rank] = sizes[self._rank] or whole.size  # where nothing is added up here
-        if own == 0.0:
-            return tuple(sizes)  # nothing of ours to compare with
         largest = max(sizes)
         for root, (total, beside) in enumerate(zip(self._sums, self._beside, strict=True)):
-            if total.numel:
+            seen = 0.0
+            if total.size >= HUGE:
+                seen = HUGE
+            elif total.numel and own > 0.0:
                 # Where we have hardly moved, others may have: by as much as we did elsewhere.
-                seen = own * (total.size / max(beside.size, whole.size)) if total.size < HUGE else HUGE
-                sizes[root] = min(seen, HUGE) if seen > largest else sizes[root]
+                seen = own * (total.size / max(beside.size, whole.size))
+            sizes[root] = min(seen, HUGE) if seen > largest else sizes[root]
         return tuple(sizes)
 
 

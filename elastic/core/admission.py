@@ -126,7 +126,11 @@ class Admission:
                 out[session.ref] = None
                 causes[-1] += f", and serves outer step {step} until another peer holds it"
             else:
-                out[session.ref] = Goodbye(outer_step=step, alone=self._holders.is_last(session, leavers))
+                out[session.ref] = Goodbye(
+                    outer_step=step,
+                    alone=self._holders.is_last(session, leavers),
+                    held=self._state.committed,
+                )
         self._views.change(out=out, into=into, cause="; ".join(causes))
         if keeper is not None:
             self._handover.stay(keeper)

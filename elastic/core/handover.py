@@ -48,7 +48,7 @@ class Handover:
             return
         state, is_standing = self._state, self._state.standing_since(sender) is not None
         alone = not self._roster.over and self._holders.is_last(session)
-        goodbye = Goodbye(outer_step=state.outer_step, alone=alone)
+        goodbye = Goodbye(outer_step=state.outer_step, alone=alone, held=leave.held)
         if self._roster.over or (leave.now and not is_standing):
             self._roster.close(session)
             self._turn.send(sender, goodbye)
@@ -78,7 +78,7 @@ class Handover:
             self._news.turn_away(sender, "hear of the commit that you voted for, and say again what you hold")
         else:
             alone = has_newest and not self._roster.over and not self._holders.is_held()
-            self._turn.send(sender, Goodbye(outer_step=state.outer_step, alone=alone, to_empty=held is None))
+            self._turn.send(sender, Goodbye(outer_step=state.outer_step, alone=alone, held=held))
 
     def _asked_by_no_member(self, session: Session, leave: Leave) -> None:
         held = leave.held
@@ -120,7 +120,8 @@ class Handover:
             if session is not stays and not is_awaited:
                 is_last = self._holders.is_last(session)
                 self._roster.close(session)
-                self._turn.send(session.ref, Goodbye(outer_step=self._state.outer_step, alone=is_last))
+                goodbye = Goodbye(outer_step=self._state.outer_step, alone=is_last, held=session.synced)
+                self._turn.send(session.ref, goodbye)
 
     def deadlines(self) -> list[Instant]:
         """When to look again."""

@@ -266,13 +266,7 @@ class MemberMachine:
             case Meet(peers=peers):
                 self._place.effects.append(MakeLinks(peers=tuple(peer for peer in peers if peer.ref != self.me)))
             case Goodbye():
-                # Who has the state since it said that it held nothing may be the only one (seed 4889).
-                is_meant = not message.to_empty or self.held is None
-                if self._farewell.word is not None and (is_meant or self._farewell.word.now):
-                    where = f"outer step {message.outer_step}"
-                    if message.alone:
-                        where += ", which nobody else holds: start this peer again to go on from there"
-                    self._finish(self._farewell.end(f"left at {where}"))
+                self._on_goodbye(message)
             case _:
                 assert_never(message)
 
@@ -376,6 +370,15 @@ class MemberMachine:
     def _bid_farewell(self) -> None:
         if self._farewell.bid(self._now):
             self._line.say_outstanding()
+
+    def _on_goodbye(self, goodbye: Goodbye) -> None:
+        word = self._farewell.word
+        if word is None or not (word.now or self.held in (None, goodbye.held)):
+            return
+        where = f"outer step {goodbye.outer_step}"
+        if goodbye.alone:
+            where += ", which nobody else holds: start this peer again to go on from there"
+        self._finish(self._farewell.end(f"left at {where}"))
 
     def _finish(self, finish: Finish) -> None:
         self._place.end()

@@ -263,12 +263,13 @@ class LeaseGrant(_Message, frozen=True, kw_only=True):
 class Goodbye(_Message, frozen=True, kw_only=True):
     """You have left; nothing of yours is pending. `alone`: nobody else is known to hold the state of this step.
 
-    `to_empty`: this answers a Leave whose sender held no state then. One that has fetched it meanwhile is not meant.
+    `held` is what the addressee held as far as was known when this was decided. Who holds another state by now may be
+    the only one that does: it is not meant, and asks again (seeds 4889, 6667).
     """
 
     outer_step: OuterStep
     alone: bool = False
-    to_empty: bool = False
+    held: Held | None = None
 
 
 class Meet(_Message, frozen=True, kw_only=True):

@@ -86,7 +86,7 @@ class Rebuild:
         if isinstance(message, Leave) and (message.now or message.held is None):
             self._answers.pop(sender.peer_id, None)
             self._look()
-            self._turn.send(sender, Goodbye(outer_step=OuterStep(0), to_empty=message.held is None))
+            self._turn.send(sender, Goodbye(outer_step=OuterStep(0), held=message.held))
             return
         if isinstance(message, Join) and not self._take(sender, message):
             return

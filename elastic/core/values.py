@@ -20,7 +20,7 @@ MAX_SIGNATURE_NBYTES = 96
 Signature = Annotated[bytes, Meta(max_length=MAX_SIGNATURE_NBYTES)]
 """A public key and what it has signed, or a seal; empty of nobody. See notary.py."""
 Size = Annotated[float, Meta(ge=0.0, le=1e38)]
-"""Root mean square of numbers in a payload."""
+"""Root mean square of numbers in a payload; `HUGE` of numbers that nobody can count."""
 Reason = Annotated[str, Meta(max_length=512)]
 
 

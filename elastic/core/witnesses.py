@@ -28,7 +28,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from isthmus.collective.core.types import PeerId
+from isthmus.collective.core.types import HUGE, PeerId
 from isthmus.elastic.core.messages import Vote
 
 _MAX_LINKS = 1024
@@ -198,11 +198,13 @@ class Witnesses:
         """The ranks whose parts are out of range, as one member saw them, and by what factor they are larger."""
         limit = self._limit * (1.0 if self._usual else _WHILE_UNKNOWN)
         own = {member: max((known.get(member, 0.0) for known in self._own), default=0.0) for member in members}
-        return [
-            (rank, factor)
+        found = {
+            rank: factor
             for rank, factor in self._compared(sizes, weights)
             if factor > limit and sizes[rank] > _OWN_FACTOR * own[members[rank]]
-        ]
+        }
+        # Numbers that cannot be counted need no others beside them, and no guard.
+        return [*(found | {rank: HUGE for rank, size in enumerate(sizes) if size >= HUGE}).items()]
 
     def _compared(self, sizes: Sequence[float], weights: Sequence[float]) -> list[tuple[int, float]]:
         """How many times as large each part is as the others send, or as was usual; of those that can be compared."""

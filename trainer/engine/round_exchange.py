@@ -27,8 +27,8 @@ from torch import Tensor
 from isthmus.collective import Communicator, RoundStats
 from isthmus.collective.codec import Codec, codec_named
 from isthmus.collective.codec.base import first_non_finite
-from isthmus.collective.core.types import PeerId, RoundKey, View
-from isthmus.collective.rounds.sizes import HUGE, Measure, with_further
+from isthmus.collective.core.types import HUGE, PeerId, RoundKey, View
+from isthmus.collective.rounds.sizes import Measure, with_further
 from isthmus.collective.transport.wire import MAX_WEIGHT
 from isthmus.elastic.state.digest import digest_of
 from isthmus.elastic.state.replica import ResultChunk, RoundRecord

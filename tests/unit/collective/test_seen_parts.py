@@ -9,10 +9,11 @@ import pytest
 import torch
 
 from isthmus.collective import Epoch, OuterStep, RoundKey
+from isthmus.collective.core.types import HUGE
 from isthmus.collective.rounds.buffers import RoundBuffers
 from isthmus.collective.rounds.chunks import ChunkSend
 from isthmus.collective.rounds.coded import CodedBuffers
-from isthmus.collective.rounds.sizes import HUGE
+from isthmus.collective.rounds.sizes import Sizes
 from isthmus.collective.transport.wire import FrameType, pack
 
 NUMEL = 100_000
@@ -125,6 +126,18 @@ async def test_a_root_that_gives_all_the_same_false_sum_is_as_large_as_that(
     for stat in stats[:2]:
         assert all(0.5 < size < 2.0 for size in stat.sizes[:2]), stat.sizes
         assert stat.sizes[2] == (HUGE if math.isnan(value) else pytest.approx(value, rel=0.05))
+
+
+@pytest.mark.parametrize("is_sum", [False, True])
+def test_who_sends_zeros_itself_says_all_the_same_whose_numbers_cannot_be_counted(is_sum):
+    seen, zeros = Sizes(3, 0), torch.zeros(8)
+    seen.saw_part(0, zeros)
+    seen.saw_sum(1, torch.full((8,), 1e6), zeros)
+    if is_sum:
+        seen.saw_sum(2, torch.full((8,), math.nan), zeros)
+    else:
+        seen.saw_part(2, None)
+    assert seen.by_rank() == (0.0, 0.0, HUGE), "and of all others nothing, for want of a measure"
 
 
 @pytest.mark.parametrize("codec", ["raw", "int8"])

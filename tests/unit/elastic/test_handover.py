@@ -48,14 +48,14 @@ def test_it_goes_as_soon_as_a_learner_holds_the_state_which_is_a_member_at_once(
     assert state is not None
     driver.says(2, Synced(held=state))
     assert driver.member_numbers() == [2]
-    assert goodbye(driver, 1) == Goodbye(outer_step=OuterStep(1))
+    assert goodbye(driver, 1) == Goodbye(outer_step=OuterStep(1), held=state)
 
 
 def test_who_is_alone_in_the_run_goes_at_once_and_hears_that_nobody_else_holds_the_state() -> None:
     driver = CoordinatorDriver().with_members(1)
     driver.says(1, Leave(held=held(0), address="host1:1"))
     driver.vote(1)
-    assert goodbye(driver, 1) == Goodbye(outer_step=OuterStep(1), alone=True)
+    assert goodbye(driver, 1) == Goodbye(outer_step=OuterStep(1), alone=True, held=driver.machine.state.committed)
 
 
 def test_of_two_that_leave_together_each_hears_that_nobody_who_stays_holds_the_state() -> None:
@@ -65,7 +65,9 @@ def test_of_two_that_leave_together_each_hears_that_nobody_who_stays_holds_the_s
     for number in (1, 2):
         driver.vote(number)
     for number in (1, 2):
-        assert goodbye(driver, number) == Goodbye(outer_step=OuterStep(2), alone=True)
+        assert goodbye(driver, number) == Goodbye(
+            outer_step=OuterStep(2), alone=True, held=driver.machine.state.committed
+        )
 
 
 def test_of_two_that_leave_together_the_first_in_the_view_stays() -> None:
@@ -88,7 +90,7 @@ def test_it_goes_when_the_learner_is_gone_and_does_not_come_back() -> None:
     for _ in range(5):
         driver.now += 1.0
         driver.says(1, Leave(held=driver.machine.state.committed, address="host1:1"))
-    assert goodbye(driver, 1) == Goodbye(outer_step=OuterStep(1), alone=True)
+    assert goodbye(driver, 1) == Goodbye(outer_step=OuterStep(1), alone=True, held=driver.machine.state.committed)
 
 
 def test_it_waits_for_a_learner_that_gets_on_and_not_for_one_that_does_not() -> None:
@@ -110,7 +112,7 @@ def test_it_waits_for_a_learner_that_gets_on_and_not_for_one_that_does_not() -> 
         beat(60)
     driver.now += 2.0
     driver.says(1, Leave(held=driver.machine.state.committed, address="host1:1"))
-    assert goodbye(driver, 1) == Goodbye(outer_step=OuterStep(1), alone=True)
+    assert goodbye(driver, 1) == Goodbye(outer_step=OuterStep(1), alone=True, held=driver.machine.state.committed)
 
 
 def test_a_restarted_coordinator_asks_the_leaver_that_it_does_not_know_to_stay() -> None:
@@ -168,7 +170,7 @@ def test_a_leaver_that_is_needed_trains_no_more_and_waits_beyond_the_time_of_an_
     driver.now = 90.0
     driver.feed(Tick())
     assert driver.said()[-1] == Leave(held=held(5), address="host1:1")
-    driver.hears(Goodbye(outer_step=OuterStep(5)))
+    driver.hears(Goodbye(outer_step=OuterStep(5), held=held(5)))
     assert driver.ordered() == [Finish(code=20, reason="left at outer step 5")]
 
 
@@ -182,6 +184,6 @@ def test_a_leaver_that_is_needed_does_not_outwait_a_coordinator_that_is_gone() -
 
 def test_who_takes_the_only_copy_along_says_so() -> None:
     driver = leaver()
-    driver.hears(Goodbye(outer_step=OuterStep(5), alone=True))
+    driver.hears(Goodbye(outer_step=OuterStep(5), alone=True, held=held(5)))
     reason = "left at outer step 5, which nobody else holds: start this peer again to go on from there"
     assert driver.ordered() == [Finish(code=20, reason=reason)]

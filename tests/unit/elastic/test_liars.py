@@ -3,6 +3,7 @@
 
 import pytest
 
+from isthmus.collective.core.types import HUGE
 from isthmus.elastic.core.certificate import ballot
 from isthmus.elastic.core.events import PeerSaid
 from isthmus.elastic.core.messages import (
@@ -307,8 +308,20 @@ def test_without_a_guard_numbers_may_be_as_large_as_they_like() -> None:
     driver = members(1, 2, 3, norm_guard=float("inf"))
     step = driver.step
     for number in (1, 2, 3):
-        driver.votes(number, sizes={3: 1e30})
+        driver.votes(number, sizes={3: 1e29})
     assert driver.step == step + 1
+
+
+@pytest.mark.parametrize("norm_guard", [10.0, float("inf")])
+def test_numbers_that_cannot_be_counted_are_too_large_without_a_guard_and_beside_members_that_send_none(
+    norm_guard: float,
+) -> None:
+    driver = members(1, 2, 3, norm_guard=norm_guard)
+    step = driver.step
+    for number in (1, 2, 3):
+        driver.votes(number, sizes={1: 0.0, 2: 0.0, 3: HUGE})
+    assert driver.is_struck(3)
+    assert (driver.step, driver.member_numbers()) == (step, [1, 2])
 
 
 # ------------------------------------------------------------------------ the same sums for all

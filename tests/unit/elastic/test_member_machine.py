@@ -374,19 +374,22 @@ def test_leaver_waits_for_the_boundary_without_limit_and_ends_with_code_20() -> 
     driver.now = 500.0
     driver.feed(Tick())
     assert driver.machine.phase is Phase.ACTIVE
-    driver.hears(Goodbye(outer_step=OuterStep(5)))
-    assert driver.ordered() == [Finish(code=20, reason="left at outer step 5")]
+    driver.hears(Goodbye(outer_step=OuterStep(4), held=driver.machine.held))
+    assert driver.ordered() == [Finish(code=20, reason="left at outer step 4")]
 
 
-def test_goodbye_to_who_held_nothing_is_not_for_who_has_the_state_by_now_unless_it_wants_to_go_at_once() -> None:
-    """It would take the only copy along (seed 4889 of the simulator)."""
+@pytest.mark.parametrize("then", [None, held(3)])
+def test_goodbye_to_who_held_another_state_is_not_for_this_peer_unless_it_wants_to_go_at_once(
+    then: Held | None,
+) -> None:
+    """It would take the only copy along (seeds 4889 and 6667 of the simulator)."""
     driver = active()
     driver.feed(LeaveRequested(now=False))
-    driver.hears(Goodbye(outer_step=OuterStep(4), to_empty=True))
+    driver.hears(Goodbye(outer_step=OuterStep(4), held=then))
     assert driver.machine.phase is Phase.ACTIVE
     driver.feed(LeaveRequested(now=True))
     driver.ordered()
-    driver.hears(Goodbye(outer_step=OuterStep(4), to_empty=True))
+    driver.hears(Goodbye(outer_step=OuterStep(4), held=then))
     assert driver.ordered() == [Finish(code=20, reason="left at outer step 4")]
 
 

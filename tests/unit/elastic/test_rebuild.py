@@ -333,7 +333,7 @@ def test_who_leaves_in_order_and_holds_a_state_stays_until_the_journal_is_rebuil
     assert driver.told(2, Welcome).target == LAST.made, "it stays"
     joins(driver, 1, epoch=driver.machine.state.epoch)
     driver.says(2, leave)
-    assert driver.told(2, Goodbye) == Goodbye(outer_step=LAST.made.outer_step)
+    assert driver.told(2, Goodbye) == Goodbye(outer_step=LAST.made.outer_step, held=LAST.made)
 
 
 def test_who_wants_to_go_at_once_goes_while_the_journal_is_rebuilt() -> None:

@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from isthmus.collective.codec import codec_named
-from isthmus.collective.core.types import Epoch, OuterStep, RoundKey
-from isthmus.collective.rounds.sizes import HUGE
+from isthmus.collective.core.types import HUGE, Epoch, OuterStep, RoundKey
 from isthmus.elastic.state.digest import Hasher
 from isthmus.optim.fragments import FragmentKey
 from isthmus.optim.outer import Emitted, Op, Result, Round
