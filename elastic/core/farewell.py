@@ -40,8 +40,7 @@ class Farewell:
         """Somebody wants this peer to go. Returns whether there is anything new to say."""
         if self.word is not None and (self.word.now or not event.now):
             return False
-        self.word = Leave(now=event.now)
-        self.limit(now)
+        self._say(Leave(now=event.now), now)
         return True
 
     def bid(self, now: Instant) -> bool:
@@ -49,9 +48,13 @@ class Farewell:
         if self.is_final:
             return False
         self.is_final = True
-        self.word = Leave(now=True)
-        self.limit(now)
+        self._say(Leave(now=True), now)
         return True
+
+    def _say(self, word: Leave, now: Instant) -> None:
+        """The time that another word was given is void: who stays for the others waits long (seed 8627)."""
+        self.word, self.is_keeper, self.by = word, False, None
+        self.limit(now)
 
     def limit(self, now: Instant) -> None:
         """Where this peer stands may have changed: if no boundary is ahead any more, the time runs."""

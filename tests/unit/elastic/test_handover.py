@@ -182,6 +182,17 @@ def test_a_leaver_that_is_needed_does_not_outwait_a_coordinator_that_is_gone() -
     assert [item.code for item in driver.ordered() if isinstance(item, Finish)] == [20]
 
 
+def test_a_leaver_that_is_needed_and_wants_to_go_at_once_does_not_wait_for_a_coordinator_that_is_cut_off() -> None:
+    """It waited for as long as it would have served the state (seed 8627 of the simulator)."""
+    driver = leaver()
+    driver.feed(Disconnected())
+    driver.feed(LeaveRequested(now=True))
+    assert driver.machine.leaves_after == "answer"
+    driver.now = 10.0
+    driver.feed(Tick())
+    assert [item.code for item in driver.ordered() if isinstance(item, Finish)] == [20]
+
+
 def test_who_takes_the_only_copy_along_says_so() -> None:
     driver = leaver()
     driver.hears(Goodbye(outer_step=OuterStep(5), alone=True, held=held(5)))
