@@ -89,6 +89,7 @@ class Leavers:
         self._history = history
         self._had = had
         self._in_run: set[PeerRef] = set()
+        self._sent_away: set[PeerRef] = set()  # since it was last told that it is in the run
         self._leaving: set[PeerRef] = set()
         self._hasty: set[PeerRef] = set()
         self._stays_since: dict[PeerRef, float] = {}
@@ -133,6 +134,7 @@ class Leavers:
                 pass  # it spoke as the member that it was; it has a session all the same
             case Evicted() | Refused():
                 self._in_run.discard(to)
+                self._sent_away.add(to)
             case Rebuilding():
                 self._in_run.clear()
             case _:
@@ -166,6 +168,7 @@ class Leavers:
     def _enters(self, ref: PeerRef) -> None:
         """A newer start of a peer takes the place of the older one."""
         self._in_run = {item for item in self._in_run if item.peer_id != ref.peer_id} | {ref}
+        self._sent_away.discard(ref)
 
     def _is_older(self, ref: PeerRef) -> bool:
         """Whether a newer start of this peer was a member: this one lives on beside a copy of its folder."""
@@ -184,7 +187,8 @@ class Leavers:
         self._judged.add(to)
         # A restarted coordinator knows the members from its journal, before it has told them anything.
         members = [{member.ref for member in view.members} for view in self._history.views[-2:]]
-        others = self._in_run.union(*members[-1:]) - {to}
+        others = self._in_run.union(*members[-1:]) - self._sent_away
+        others = {ref for ref in others if ref.peer_id != to.peer_id}  # its older start
         # The view may have changed just now, and one of those that go together stays.
         holders = others.union(*members).intersection(self._here_then[to]) - {to}
         if any(self._has(ref, newest) for ref in holders) or others <= self._leaving | self._hasty:

@@ -27,15 +27,20 @@ class _Pace:
 
     progress: int = -1
     grew_at: float = -math.inf
+    arrived_at: float = -math.inf
     longest_s: float = 0.0
     """Between two signs of progress."""
     is_blocked: bool = False
     is_behind: bool = False
     """It came in without the view's state: how its bytes came says nothing of its steps."""
 
-    def begins(self, now: float, *, is_behind: bool) -> None:
-        """It is measured anew."""
-        self.grew_at, self.longest_s, self.is_behind = now, 0.0, is_behind
+    def begins(self, now: float) -> None:
+        """It is a member, and measured anew."""
+        self.grew_at, self.longest_s, self.is_behind = now, 0.0, True
+
+    def arrives(self, now: float) -> None:
+        """It says that it holds the state. The coordinator may have known, and measured on, or begins now."""
+        self.arrived_at, self.is_behind = now, False
 
     def beats(self, beat: Heartbeat, now: float) -> None:
         if beat.progress > self.progress:
@@ -147,7 +152,7 @@ class Reasons:
         """It says which outer step it holds."""
         pace = self._known.paces.get(sender)
         if pace is not None and pace.is_behind and step >= self._known.step:
-            pace.begins(now, is_behind=False)
+            pace.arrives(now)
 
     def _beats(self, sender: PeerRef, beat: Heartbeat, now: float) -> None:
         known = self._known
@@ -255,7 +260,7 @@ class Reasons:
         config = self._config
         patience_s = max(config.stall_floor_s, config.stall_factor * pace.longest_s)
         patience_s = patience_s if pace.longest_s and not pace.is_behind else max(patience_s, config.stall_initial_s)
-        stands_s = self._now() - pace.grew_at
+        stands_s = self._now() - max(pace.grew_at, pace.arrived_at)
         demand(stands_s <= patience_s, "I4", "{} is excused, and stands still for {:.1f} s", ref, stands_s)
 
     # ------------------------------------------------------------------------ what follows
@@ -266,7 +271,7 @@ class Reasons:
         known.num_splits += record.cause.startswith("votes differ")
         known.admitted_at |= dict.fromkeys(members - known.members, now)
         for ref in members - known.members:
-            known.paces.setdefault(ref, _Pace()).begins(now, is_behind=True)
+            known.paces.setdefault(ref, _Pace()).begins(now)
         out = (known.members | known.excused) - members - excused
         known.uncertain |= out
         books: tuple[dict[PeerRef, float] | dict[PeerRef, _Pace], ...]
