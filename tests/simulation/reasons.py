@@ -30,22 +30,26 @@ class _Pace:
     arrived_at: float = -math.inf
     longest_s: float = 0.0
     """Between two signs of progress."""
+    longest_since_s: float = 0.0
+    """The same since it said that it holds the state, if it came in without."""
     is_blocked: bool = False
     is_behind: bool = False
     """It came in without the view's state: how its bytes came says nothing of its steps."""
 
     def begins(self, now: float) -> None:
-        """It is a member, and measured anew."""
-        self.grew_at, self.longest_s, self.is_behind = now, 0.0, True
+        """It is a member, and measured anew; perhaps in a new session, where its first word is progress."""
+        self.progress = -1
+        self.grew_at, self.longest_s, self.longest_since_s, self.is_behind = now, 0.0, 0.0, True
 
     def arrives(self, now: float) -> None:
         """It says that it holds the state. The coordinator may have known, and measured on, or begins now."""
-        self.arrived_at, self.is_behind = now, False
+        self.arrived_at, self.longest_since_s, self.is_behind = now, 0.0, False
 
     def beats(self, beat: Heartbeat, now: float) -> None:
         if beat.progress > self.progress:
             if self.progress >= 0 and not self.is_blocked:
                 self.longest_s = max(self.longest_s, now - self.grew_at)
+                self.longest_since_s = max(self.longest_since_s, now - max(self.grew_at, self.arrived_at))
             self.progress, self.grew_at = beat.progress, now
         elif beat.blocked:
             self.grew_at = now
@@ -259,7 +263,8 @@ class Reasons:
             return
         config = self._config
         patience_s = max(config.stall_floor_s, config.stall_factor * pace.longest_s)
-        patience_s = patience_s if pace.longest_s and not pace.is_behind else max(patience_s, config.stall_initial_s)
+        is_measured = pace.longest_since_s > 0.0 and not pace.is_behind
+        patience_s = patience_s if is_measured else max(patience_s, config.stall_initial_s)
         stands_s = self._now() - max(pace.grew_at, pace.arrived_at)
         demand(stands_s <= patience_s, "I4", "{} is excused, and stands still for {:.1f} s", ref, stands_s)
 
