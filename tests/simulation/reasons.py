@@ -27,6 +27,7 @@ class _Pace:
 
     progress: int = -1
     grew_at: float = -math.inf
+    is_new: bool = False
     arrived_at: float = -math.inf
     longest_s: float = 0.0
     """Between two signs of progress."""
@@ -38,7 +39,7 @@ class _Pace:
 
     def begins(self, now: float) -> None:
         """It is a member, and measured anew; perhaps in a new session, where its first word is progress."""
-        self.progress = -1
+        self.is_new = True
         self.grew_at, self.longest_s, self.longest_since_s, self.is_behind = now, 0.0, 0.0, True
 
     def arrives(self, now: float) -> None:
@@ -53,6 +54,8 @@ class _Pace:
             self.progress, self.grew_at = beat.progress, now
         elif beat.blocked:
             self.grew_at = now
+        if self.is_new:
+            self.arrived_at, self.is_new = now, False
         self.is_blocked = beat.blocked
 
 
