@@ -3,7 +3,7 @@
 
 import pytest
 
-from isthmus.collective.core.types import Epoch, OuterStep, View
+from isthmus.collective.core.types import Epoch, OuterStep, PeerId, View
 from isthmus.elastic.core.events import (
     AbortExchange,
     BecomeActive,
@@ -237,6 +237,17 @@ def test_overruled_member_stops_training_and_fetches_what_the_others_have() -> N
     kinds = [type(effect) for effect in driver.ordered()]
     assert kinds == [AbortExchange, BecomeLearner, CatchUp]
     assert driver.machine.phase is Phase.SYNCING
+
+
+@pytest.mark.parametrize(("told_by", "differs"), [(None, False), (ref(3).peer_id, False), (None, True)])
+def test_failure_is_reported_with_who_found_it_and_whether_plans_differ(told_by: PeerId | None, differs: bool) -> None:
+    """A member that repeats what another one has told is no second witness."""
+    driver = active()
+    driver.feed(payload(4))
+    suspects = (ref(2).peer_id,)
+    driver.feed(ExchangeFailed(key=key(3, 4), suspects=suspects, cause="lost", told_by=told_by, differs=differs))
+    report = RoundFailed(key=key(3, 4), suspects=suspects, cause="lost", told_by=told_by, differs=differs)
+    assert report in driver.said()
 
 
 def test_failure_is_reported_until_there_is_a_new_view() -> None:
