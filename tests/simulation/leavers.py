@@ -93,7 +93,7 @@ class Leavers:
         self._leaving: set[PeerRef] = set()
         self._hasty: set[PeerRef] = set()
         self._stays_since: dict[PeerRef, float] = {}
-        self._judged: set[PeerRef] = set()
+        self._judged: dict[PeerRef, list[PeerRef]] = {}  # who went in order, and who held the state then
         self._here: set[PeerRef] = set()  # the coordinator's process has heard them, and knows of no lost connection
         self._here_then: dict[PeerRef, Collection[PeerRef]] = {}  # when it was decided to let this one go
 
@@ -127,7 +127,7 @@ class Leavers:
             case NewView():
                 self._enters(to)
             case Goodbye():
-                self._judged.discard(to)  # an older one may not have been heard
+                self._judged.pop(to, None)  # an older one may not have been heard
                 self._judge(to)
                 self._in_run.discard(to)
             case Evicted(reason="a learner, no member"):
@@ -154,6 +154,8 @@ class Leavers:
         for ref, effect in exits:
             went_in_order = effect.code == LEFT and ref in self._judged
             went_in_order = went_in_order and "nobody else holds" not in effect.reason
+            # Where it was handed over to somebody that has ended since, that one is judged, or crashed (seed 18977).
+            went_in_order = went_in_order and all(map(self._is_alive, self._judged[ref]))
             if went_in_order and newest.digest in self._had[ref]:
                 demand(
                     self._sim.peers[ref.peer_id].ref != ref, "I3", f"{name(ref)} left in order, and the state is lost"
@@ -164,6 +166,10 @@ class Leavers:
         node = self._sim.peers[ref.peer_id]
         is_here = node.alive and node.ref == ref and self._sim.checkers.holds_newest(node)
         return is_here or newest.digest in self._had[ref]
+
+    def _is_alive(self, ref: PeerRef) -> bool:
+        node = self._sim.peers[ref.peer_id]
+        return node.alive and node.ref == ref
 
     def _enters(self, ref: PeerRef) -> None:
         """A newer start of a peer takes the place of the older one."""
@@ -184,14 +190,15 @@ class Leavers:
             return
         if to in self._hasty or self._is_older(to):
             return
-        self._judged.add(to)
+        self._judged[to] = []
         # A restarted coordinator knows the members from its journal, before it has told them anything.
         members = [{member.ref for member in view.members} for view in self._history.views[-2:]]
         others = self._in_run.union(*members[-1:]) - self._sent_away
         others = {ref for ref in others if ref.peer_id != to.peer_id}  # its older start
         # The view may have changed just now, and one of those that go together stays.
         holders = others.union(*members).intersection(self._here_then[to]) - {to}
-        if any(self._has(ref, newest) for ref in holders) or others <= self._leaving | self._hasty:
+        self._judged[to] = [ref for ref in holders if self._has(ref, newest)]
+        if self._judged[to] or others <= self._leaving | self._hasty:
             self._sim.marks["leave: handed over"] += to in self._stays_since
             return
         config, clock = self._sim.coordinator_config, self._sim.coordinator.clock

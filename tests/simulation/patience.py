@@ -92,8 +92,8 @@ class Patience:
         """Whoever was awaited is awaited no more, or the round was aborted."""
         self._judge()
         self._exchange_began = self._world.now
-        if self._began != self._world.now:
-            self._began = None
+        if self._began != self._world.now and not self._ready >= self._members:
+            self._began = None  # after all had handed in it says how long a round's work takes (seed 23422)
         self._epoch = view.epoch
         members = {member.ref for member in view.members}
         for ref, before in self._idle.items():

@@ -4,10 +4,11 @@
 import pytest
 
 from isthmus.collective.core.types import Epoch, OuterStep
+from isthmus.elastic.core.events import PeerConnectionLost
 from isthmus.elastic.core.messages import Heartbeat, Leave, Synced
 from isthmus.elastic.core.pauses import LONGEST, Pauses
 from isthmus.elastic.core.records import ViewRecord
-from tests.unit.elastic.machines import CoordinatorDriver, ref
+from tests.unit.elastic.machines import CoordinatorDriver, held, ref
 
 OTHERS, LATE = (1, 2, 3), 4
 
@@ -187,3 +188,33 @@ def test_a_member_that_has_not_heard_of_its_admission_is_put_out_and_not_excused
     assert not driver.machine.state.is_excused(ref(3))
     causes = [record.cause for record in driver.records(ViewRecord)]
     assert "has not heard that it is a member" in causes[-1]
+
+
+def test_round_that_newcomers_finish_for_others_is_none_from_which_the_grace_is_learned() -> None:
+    """Whoever had handed in was gone. Those that came in began long after the round had (seed 23422)."""
+    driver = CoordinatorDriver(recover_s=3.0, grace_initial_s=6.0).with_veterans(1)
+    for number in (3, 4):
+        driver.join(number, driver.machine.state.committed)
+    for _ in range(5):
+        driver.now += 1.0
+        _beat(driver, 1, ready=True)
+        for number in (3, 4):
+            _beat(driver, number)
+    driver.feed(PeerConnectionLost(sender=ref(1)))
+    while driver.member_numbers() != [3, 4]:
+        driver.now += 1.0
+        for number in (3, 4):
+            driver.says(number, Synced(held=held(driver.machine.state.outer_step)))
+            _beat(driver, number)
+    for seconds in range(6):
+        driver.now += 1.0
+        _beat(driver, 3, ready=True)
+        _beat(driver, 4, progress=seconds, ready=seconds == 5)
+    for number in (3, 4):
+        driver.vote(number)
+    _beat(driver, 3, ready=True)
+    for seconds in range(10, 20):
+        driver.now += 1.0
+        _beat(driver, 3, ready=True)
+        _beat(driver, 4, progress=seconds)
+    assert driver.member_numbers() == [3], "the other one was never that late in a whole round"
