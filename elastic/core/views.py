@@ -52,7 +52,7 @@ class Views:
         committed, epoch = self._state.committed, Epoch(max(self._state.epoch, above) + 1)
         assert committed is not None, "a view needs a state"
         out, present = dict(out), self._roster.members()
-        # What happens after all have handed in does not touch how long that took. Who comes in begins later (seed 23422).
+        # What happens after all have handed in does not touch how long that took. Who comes in begins later.
         is_cut_short = not excuse and (bool(into) or any(session.ready_at is None for session in present))
         stays = [session for session in present if session.ref not in out and session not in excuse]
         edges = Edges(self._state.view)
