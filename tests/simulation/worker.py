@@ -13,7 +13,7 @@ from isthmus.elastic.core.events import LeasesWanted, Progressed, RoundReady
 from isthmus.elastic.core.leases import count, merged, without
 from isthmus.elastic.core.messages import IndexRange
 from isthmus.optim.course import Course, Done, Emit, Follow, Land, Train, Wait
-from tests.simulation.methods import Met, after_private, begun_private, rounds_of
+from tests.simulation.methods import Met, after_private, begun_private, rounds_of, samples_per_step
 from tests.simulation.symbols import FAR_TOO_MUCH, MOST_SAID, Payload, State
 from tests.simulation.tally import Flight, Ranges, Tally
 
@@ -77,6 +77,7 @@ class Worker:
     def lease(self, ranges: Iterable[IndexRange]) -> None:
         """These may be trained on."""
         self.tally.leases = merged((*self.tally.leases, *ranges))
+        self._asked_in = 0  # what came may be less than it takes
 
     # ------------------------------------------------------------------------ what comes next
 
@@ -229,8 +230,7 @@ class Worker:
 
     @property
     def _samples_per_step(self) -> int:
-        options = self.node.sim.options
-        return max(1, options.samples_per_round // options.steps_per_round)
+        return samples_per_step(self.node.sim.options)
 
     def _train(self) -> None:
         """One inner step; it takes a while."""
