@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from tests.simulation.peer import PeerNode
 
 PROGRESS_S = 0.5
+ALL_SAMPLES = 2**31
+"""As many as a request may ask for."""
 _WITH_WORK_IN_HAND = 0.2
 """Who has missed a round hands in what it has as soon as the others wait; with a whole round more it would be late
 again, and again (seed 67535)."""
@@ -254,7 +256,9 @@ class Worker:
         is_short = count(self.tally.leases) < self._samples_per_step
         if is_short and self._asked_in != training:
             self._asked_in = training
-            node.feed(LeasesWanted(num_samples=node.sim.options.samples_per_round - count(self.tally.leases)))
+            is_greedy = node.sim.options.hoards and node.peer_id == list(node.sim.peers)[-1]
+            wanted = ALL_SAMPLES if is_greedy else node.sim.options.samples_per_round - count(self.tally.leases)
+            node.feed(LeasesWanted(num_samples=wanted))
         starving = is_short and node.clock.now() >= until
         node.progress += not starving
         node.inner_steps += not starving
