@@ -10,6 +10,7 @@ from typing import assert_never
 from isthmus.collective.core.types import OuterStep, PeerRef
 from isthmus.elastic.core.certificate import ballot
 from isthmus.elastic.core.config import CoordinatorConfig
+from isthmus.elastic.core.leases import MAX_INDEX, most_owned
 from isthmus.elastic.core.messages import Heartbeat, Join, LeaseGrant, LeaseRequest, RoundFailed, Synced, Vote
 from isthmus.elastic.core.news import News
 from isthmus.elastic.core.open_round import OpenRound
@@ -25,6 +26,7 @@ class Attendance:
     def __init__(self, config: CoordinatorConfig, turn: Turn, news: News, views: Views, open_round: OpenRound) -> None:
         self._config, self._state, self._turn = config, turn.state, turn
         self._news, self._views, self._round = news, views, open_round
+        self._asked_first: dict[PeerRef, OuterStep] = {}  # peers of whose work no commit was known, and since when
 
     def holds(self, session: Session, message: Join | Synced) -> None:
         """It comes back, or missed its admission: what it holds is known from itself alone after a restart (seed 4273).
@@ -88,9 +90,33 @@ class Attendance:
         return self._config.sealer.is_signed_by(ref.peer_id, words, vote.signature)
 
     def wants_data(self, session: Session, request: LeaseRequest) -> None:
-        """Grant it samples, and the same ones to the same request."""
+        """Grant it samples, and the same ones to the same request.
+
+        Who owns as many as it may gets an answer later: it asks again until it has one, and commits make room.
+        """
         ref, leases = session.ref, self._state.leases
         if request.serial > leases.newest_serial(ref):
-            record = LeaseRecord(ref=ref, serial=request.serial, ranges=leases.plan(request.num_samples))
-            self._turn.persist(record)
+            ranges = leases.plan(min(request.num_samples, self._may_get(ref)))
+            if not ranges:
+                self._turn.counters["leased_enough"] += 1
+                return
+            self._turn.persist(LeaseRecord(ref=ref, serial=request.serial, ranges=ranges))
         self._turn.send(ref, LeaseGrant(serial=request.serial, ranges=leases.newest_grant(ref)))
+
+    def _may_get(self, ref: PeerRef) -> int:
+        """How many samples more it may own."""
+        state, per_round = self._state, self._config.samples_per_round
+        if per_round is None:
+            return MAX_INDEX
+        contributed = state.contributed.get(ref)
+        if contributed is None:
+            standing = {
+                item: step for item, step in self._asked_first.items() if state.standing_since(item) is not None
+            }
+            since = standing.setdefault(ref, state.outer_step)
+            self._asked_first = standing
+        else:
+            since = contributed.outer_step
+        num_missed = max(0, state.outer_step - since)
+        most = most_owned(per_round, num_missed=num_missed, is_excused=state.is_excused(ref))
+        return max(0, most - state.leases.num_unreported(ref))

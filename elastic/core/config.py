@@ -104,6 +104,9 @@ class CoordinatorConfig:
     knowledge of each other must not count the same epochs, or there would be two rounds of one name."""
     weight_per_sample: float | None = None
     """The most that one sample adds to a payload's weight; no limit: members may weigh as they like."""
+    samples_per_round: int | None = None
+    """As many samples a peer trains on, at most, until it has to wait for a commit: nobody is leased many times more.
+    None: no limit."""
     norm_guard: float = 10.0
     """A payload whose numbers are so many times larger than the others' is left out; infinite: none is."""
     max_split_votes: int = 3
@@ -127,6 +130,8 @@ class CoordinatorConfig:
             raise ValueError("round_quorum must be more than 0 and at most 1")
         if not self.norm_guard > 1.0 or (self.weight_per_sample is not None and not self.weight_per_sample > 0.0):
             raise ValueError("norm_guard must be more than 1, and weight_per_sample more than 0")
+        if self.samples_per_round is not None and self.samples_per_round < 1:
+            raise ValueError("samples_per_round must be at least 1")
         times += [self.rebuild_grace_s, self.handover_timeout_s]
         if not 0 <= self.rebuild_salt < REBUILD_SALTS:
             raise ValueError("rebuild_salt must be below REBUILD_SALTS")

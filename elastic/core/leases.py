@@ -7,7 +7,8 @@ that is gone, not consumed), owned by one start of one peer, or consumed by a co
 record says so.
 
 Rules: grants are journaled before they are told; the same request serial gives the same grant; only a commit
-consumes; what its owner's departure leaves unconsumed becomes free. Knows nothing of views or time.
+consumes; what its owner's departure leaves unconsumed becomes free. Nobody owns much more than it can train on before
+its next commit: what a vote weighs rests on what its sender owns. Knows nothing of views or time.
 """
 
 from bisect import bisect_right
@@ -27,6 +28,32 @@ admit: after a rebuild from a full one, the rest may be one piece more."""
 MAX_NEW_PIECES_PER_VOTE = MAX_RANGES_PER_GRANT
 """How many pieces one vote may add. A peer trains through its grants in order: it leaves at most one prefix open, and
 what it used up of older grants costs at most one piece for each of their ranges."""
+
+MAX_INDEX = 2**53
+"""No index is as large: messages and the journal could not say it."""
+
+MAX_ROUNDS_OWNED = 6
+"""Work of so many rounds a peer may own and not have reported. It owns one round's work that waits for its commit, and
+a stock of two rounds' work: this is twice as much."""
+
+_MORE_ROUNDS = 2
+"""So many more whenever the number of commits that it has missed in a row has doubled. As often, at most, a late peer
+becomes a member again, and then it needs a round's work to hand in; before that it has to show a round's work."""
+
+
+def most_owned(samples_per_round: int, *, num_missed: int, is_excused: bool) -> int:
+    """How many samples a peer may own and not have reported as consumed.
+
+    Were it one round more for each round missed, a peer that stays away for a thousand rounds would weigh a thousand.
+
+    Args:
+        samples_per_round: as many it trains on, at most, until it has to wait for a commit.
+        num_missed: commits since the newest one that holds its work.
+        is_excused: whether it has yet to show that it works, and may use the last round's work as a member.
+    """
+    doublings = num_missed.bit_length()
+    spared = 1 if is_excused and doublings else 0
+    return samples_per_round * (MAX_ROUNDS_OWNED + _MORE_ROUNDS * doublings - spared)
 
 
 def merged(ranges: Iterable[IndexRange]) -> tuple[IndexRange, ...]:
@@ -88,6 +115,9 @@ class LeaseLedger:
         # The newest grant of each peer, so that a repeated request is recognised. Outlives the membership: an old
         # request that comes late must not be taken for a new one.
         self._newest: dict[PeerId, tuple[PeerRef, int, tuple[IndexRange, ...]]] = {}
+        # Reported as consumed, but left out of a commit by `bounded`: its owner will not name it again. A restarted
+        # coordinator does not know of it, and takes it for stock.
+        self._spent: dict[PeerRef, tuple[IndexRange, ...]] = {}
 
     @classmethod
     def restored(cls, record: SnapshotRecord) -> "LeaseLedger":
@@ -110,6 +140,10 @@ class LeaseLedger:
         """What this start of the peer has been given and no commit has consumed."""
         return self._owned.get(ref, ())
 
+    def num_unreported(self, ref: PeerRef) -> int:
+        """How much of that it has not reported as consumed in a vote that was committed."""
+        return count(without(self.owned_by(ref), self._spent.get(ref, ())))
+
     def owners(self) -> tuple[PeerRef, ...]:
         """Everybody who owns something, in the order of their first grant."""
         return tuple(self._owned)
@@ -124,7 +158,7 @@ class LeaseLedger:
             granted.append(IndexRange(item.start, min(item.stop, item.start + missing)))
             missing -= len(granted[-1])
         if missing and len(granted) < MAX_RANGES_PER_GRANT:
-            granted.append(IndexRange(self.next_index, self.next_index + missing))
+            granted.append(IndexRange(self.next_index, min(self.next_index + missing, MAX_INDEX)))
         return merged(granted)
 
     def newest_serial(self, ref: PeerRef) -> int:
@@ -138,8 +172,9 @@ class LeaseLedger:
         return known[2] if known is not None and known[0] == ref else ()
 
     def clip(self, ref: PeerRef, ranges: Iterable[IndexRange]) -> tuple[IndexRange, ...]:
-        """Those of the ranges that `ref` owns: what it may report as consumed."""
-        return overlap(self.owned_by(ref), ranges)
+        """Those of the ranges that `ref` owns and has not reported before: what it may report as consumed."""
+        owned = overlap(self.owned_by(ref), ranges)
+        return without(owned, self._spent[ref]) if ref in self._spent else owned
 
     def grant(self, ref: PeerRef, serial: int, ranges: tuple[IndexRange, ...]) -> None:
         """Apply a grant: the ranges leave the free pool (or are new) and belong to `ref`."""
@@ -177,8 +212,9 @@ class LeaseLedger:
         """What a commit may consume of its votes, so that its position, and every later one, fits a certificate.
 
         Grants and departures do not change what is not consumed, commits alone do. A range that would add a piece too
-        many stays unconsumed. Each is priced as if it were the only one, which is never too little: what the others
-        take away can only bring its ends closer to a border.
+        many stays unconsumed and its owner's, and is noted as reported: it counts for no other vote. Each is priced as
+        if it were the only one, which is never too little: what the others take away can only bring its ends closer to
+        a border.
 
         Args:
             claims: for each vote what its sender owns of what it reports (`clip`); disjoint.
@@ -188,6 +224,7 @@ class LeaseLedger:
         starts = [item.start for item in pieces]
         left = MAX_PIECES - len(pieces)
         result: list[tuple[IndexRange, ...]] = []
+        left_out: list[IndexRange] = []
         for claim in claims:
             own = MAX_NEW_PIECES_PER_VOTE
             taken: list[IndexRange] = []
@@ -195,10 +232,15 @@ class LeaseLedger:
                 piece = pieces[bisect_right(starts, item.start) - 1]
                 price = (piece.start < item.start) + (item.stop < piece.stop) - 1
                 if price > 0 and min(left, own) < price:
+                    left_out.append(item)
                     continue
                 left, own = left - price, own - price
                 taken.append(item)
             result.append(tuple(taken))
+        for ref, owned in self._owned.items() if left_out else ():
+            spent = merged((*self._spent.get(ref, ()), *overlap(owned, left_out)))
+            if spent:
+                self._spent[ref] = spent
         return result
 
     def check_invariants(self) -> None:
@@ -213,3 +255,4 @@ class LeaseLedger:
             self._owned[ref] = ranges
         else:
             self._owned.pop(ref, None)
+            self._spent.pop(ref, None)

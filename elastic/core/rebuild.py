@@ -11,7 +11,8 @@ for them and goes on from the newest one. Rules:
   are enough only if the operator insists.
 * The run goes on under an epoch that the lost journal cannot have reached, so that the members refuse whoever comes
   back with it. It is above every epoch that anybody has named, an older start of a peer and a leaver included: each of
-  them may be told later how the run went on.
+  them may be told later how the run went on. What is named without a proof counts up to `MOST_AHEAD` beyond the newest
+  certificate: epochs are finite, and one peer must not use them up with one word.
 * A peer that leaves in order and holds a state is asked like all others. It stays until the journal is rebuilt, because
   perhaps nobody else holds that state (seed 87115).
 * What was given to peers since that certificate is void: its leases are free again, payloads are forgotten. Nothing
@@ -40,7 +41,15 @@ EPOCHS_A_REBUILD = 1 << 20
 newer ones and may go on if it comes back: this is a new view every second for 12 days. On the wire an epoch has 32
 bits, which is room for 2000 rebuilds with their salts."""
 
-_MAX_EPOCH = (1 << 32) - 2 * EPOCHS_A_REBUILD
+MOST_AHEAD = 16 * EPOCHS_A_REBUILD
+"""How far beyond what is proved an epoch may be that is only named: eight rebuilds, with their salts, that were lost
+again before anybody had a commit of theirs. With a liar at each of them there is room for 200 rebuilds."""
+
+MAX_EPOCH = (1 << 32) - 2 * EPOCHS_A_REBUILD
+"""Nothing begins above it: then views have room, too."""
+
+_MAX_NAMED = 8
+"""So many different epochs of one peer's starts are remembered."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,7 +70,7 @@ class Rebuild:
         self._config, self._turn, self._news, self._rendezvous = config, turn, news, rendezvous
         self._rule = rule
         self._answers: dict[PeerId, _Answer] = {}
-        self._highest_epoch = Epoch(0)
+        self._named_epochs: dict[PeerId, deque[Epoch]] = {}  # which of them count is known when the proofs are here
         self._newest: Certificate | None = None
         self._enough_since: Instant | None = None
         self._waiting_since: Instant | None = None
@@ -78,7 +87,7 @@ class Rebuild:
     def heard(self, sender: PeerRef, message: PeerMessage) -> None:
         """Somebody spoke. Whatever it was, it is asked what it holds."""
         if isinstance(message, Join):
-            self._note_epoch(message)
+            self._note_epoch(sender, message)
         known = self._answers.get(sender.peer_id)
         if known is not None and sender.incarnation < known.ref.incarnation:
             self._turn.counters["older_incarnation"] += 1
@@ -93,9 +102,14 @@ class Rebuild:
         named = self._named()
         self._turn.send(sender, Rebuilding(testified=len(self._witnesses(named)), needed=len(named) // 2 + 1))
 
-    def _note_epoch(self, join: Join) -> None:
-        if join.manifest_digest == self._config.manifest_digest and join.epoch <= _MAX_EPOCH:
-            self._highest_epoch = max(self._highest_epoch, join.epoch)
+    def _note_epoch(self, sender: PeerRef, join: Join) -> None:
+        named = self._named_epochs
+        if join.manifest_digest != self._config.manifest_digest or join.epoch > MAX_EPOCH:
+            return
+        if sender.peer_id not in named and len(named) < 2 * self._config.max_peers:  # leavers are no answers any more
+            named[sender.peer_id] = deque(maxlen=_MAX_NAMED)
+        if join.epoch not in named.get(sender.peer_id, (join.epoch,)):
+            named[sender.peer_id].append(join.epoch)
 
     def _take(self, sender: PeerRef, join: Join) -> bool:
         """Note an answer. False if it is none and the peer was told."""
@@ -104,7 +118,7 @@ class Rebuild:
             reason = "your run manifest differs from the run's"
         elif sender.peer_id not in self._answers and len(self._answers) >= self._config.max_peers:
             reason = f"the run is full: {self._config.max_peers} peers"
-        elif join.epoch > _MAX_EPOCH:
+        elif join.epoch > MAX_EPOCH:
             reason = f"you have seen epoch {join.epoch}, which no run reaches"
         if reason is not None:
             self._turn.send(sender, Refused(code=REFUSED, reason=reason))
@@ -128,7 +142,7 @@ class Rebuild:
 
     def is_genuine(self, certificate: Certificate) -> bool:
         """Whether it is one of this run, unchanged."""
-        return certificate.key.epoch <= _MAX_EPOCH and certificate.check(self._config.sealer)
+        return certificate.key.epoch <= MAX_EPOCH and certificate.check(self._config.sealer)
 
     # -------------------------------------------------------------------------------- decision
 
@@ -171,9 +185,8 @@ class Rebuild:
 
     def _begin(self, witnesses: list[_Answer], *, insisted: bool) -> None:
         newest = self._newest
-        certified = [item.certificate.key.epoch for item in self._answers.values() if item.certificate is not None]
         record = RebuildRecord(
-            epoch=Epoch(max((self._highest_epoch, *certified)) + EPOCHS_A_REBUILD + self._config.rebuild_salt),
+            epoch=Epoch(self._highest_epoch() + EPOCHS_A_REBUILD + self._config.rebuild_salt),
             certificate=newest,
             testified=tuple(item.ref for item in witnesses),
             insisted=insisted,
@@ -184,6 +197,13 @@ class Rebuild:
         self._rendezvous.call([item.ref.peer_id for item in (*witnesses, *holders)], self._turn.now)
         for item in self._answers.values():
             self._news.tell_rebuilt(item.ref)
+
+    def _highest_epoch(self) -> int:
+        """That anybody has proved, or has named without being far beyond that."""
+        answers = self._answers.values()
+        proved = max((item.certificate.key.epoch for item in answers if item.certificate is not None), default=Epoch(0))
+        named = (epoch for epochs in self._named_epochs.values() for epoch in epochs)
+        return max((proved, *(epoch for epoch in named if epoch <= proved + MOST_AHEAD)))
 
     def _send_home(self, num_witnesses: int, num_named: int) -> None:
         """Too few for too long: say so."""

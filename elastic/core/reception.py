@@ -3,14 +3,15 @@
 
 Rules:
 * A Join is answered with a Welcome, or a refusal with its cure.
-* Whoever has seen a later epoch than the journal is refused; if that was rebuilt, the run goes on above this epoch.
+* Whoever has seen a later epoch than the journal is refused; if that was rebuilt, the run goes on above this epoch,
+  but only so far beyond where the rebuilt journal began.
 * A newer start of a peer replaces the older one at once.
 * When all places are taken, whoever was in the last commit finds one, and nobody fills the house from one address.
 * The first state that anybody holds becomes the state of a run that has none.
 """
 
 from collections import Counter
-from typing import Final, assert_never
+from typing import assert_never
 
 from isthmus.collective.core.address import candidates_of
 from isthmus.collective.core.types import Epoch, PeerRef
@@ -18,15 +19,12 @@ from isthmus.elastic.core.config import CoordinatorConfig
 from isthmus.elastic.core.exit_codes import DONE, INTEGRITY, REFUSED
 from isthmus.elastic.core.messages import Heartbeat, Held, Join, Refused, Synced
 from isthmus.elastic.core.news import WRONG, News
-from isthmus.elastic.core.rebuild import EPOCHS_A_REBUILD
+from isthmus.elastic.core.rebuild import EPOCHS_A_REBUILD, MAX_EPOCH, MOST_AHEAD
 from isthmus.elastic.core.records import Genesis
 from isthmus.elastic.core.roster import Roster
 from isthmus.elastic.core.sessions import Session
 from isthmus.elastic.core.turn import Turn
 from isthmus.elastic.core.views import Views
-
-_MOST_MISSED: Final = 8
-"""So many rebuilds may be lost again before a peer that is honest hears of the next one."""
 
 
 class Reception:
@@ -113,9 +111,14 @@ class Reception:
 
         Another rebuilt journal gave it, which was lost as well while this peer could not be asked (seed 57649). With a
         newer commit to prove, it would have made this coordinator resign. The others begin the round anew.
+
+        Nobody has to prove what it has seen. So all together lift the run no further than `MOST_AHEAD` beyond the epoch
+        where it went back, in steps of a rebuild each: a new start for every lift used the epochs up in minutes.
         """
         state, config = self._state, self._config
-        if state.rebuilt is None or state.committed is None or epoch > state.epoch + _MOST_MISSED * EPOCHS_A_REBUILD:
+        if state.rebuilt is None or state.committed is None or epoch > state.rebuilt.epoch + MOST_AHEAD:
+            return False
+        if epoch > MAX_EPOCH:
             return False
         above = Epoch(epoch + EPOCHS_A_REBUILD + config.rebuild_salt)  # that journal may come back, too
         self._views.change(out={}, cause=f"{sender.peer_id} has seen epoch {epoch}", above=above)

@@ -5,13 +5,18 @@ All processes may lose power at once, and what a peer's disk can replay may end 
 run goes back, openly: to the newest commit that somebody holds who is here, under a new epoch, by a record. Rules:
 
 * Nothing is given up while a member, or a learner that is here, holds the committed state.
+* A new start that alone says so, and serves nobody, is not believed for ever: half of the members of the newest commit
+  are here without the state and have got no further for `handover_timeout_s`, or have not fetched it for
+  `orphan_timeout_s`. Then it is dropped, and the run goes back. One peer could keep all others as learners, and they
+  asked it in vain for as long as it lived.
 * If all members of the newest commit are back in newer starts, and whoever else was seen to hold it is back without,
   nobody can ever bring it: the run goes back as soon as they had time to say what they hold.
 * Half of them are enough after `recover_s`: a machine that does not come back must not end the run.
 * Fewer wait for `orphan_timeout_s`: most of the run may be alive behind a broken line.
 * If nobody holds any commit that the journal remembers, the peers are sent home then.
 
-The price of the second and third rule: whoever held the newest commit and comes later loses it.
+The price of the rules that give something up: whoever held the newest commit and comes later, or can be reached by
+nobody, loses it.
 """
 
 from collections.abc import Sequence
@@ -20,7 +25,7 @@ from isthmus.collective.core.types import Epoch, Instant, PeerId, PeerRef
 from isthmus.elastic.core.certificate import Certificate
 from isthmus.elastic.core.config import CoordinatorConfig
 from isthmus.elastic.core.exit_codes import NO_STATE
-from isthmus.elastic.core.holders import Holders
+from isthmus.elastic.core.holders import Holders, SoleClaim
 from isthmus.elastic.core.messages import Refused
 from isthmus.elastic.core.news import News
 from isthmus.elastic.core.open_round import OpenRound
@@ -60,6 +65,8 @@ class Rollback:
         holders = [item.ref for item in learners if item.synced == state.committed]
         for ref in holders:
             self._holders.note(ref)
+        self._disbelieve(learners)
+        holders = [ref for ref in holders if ref.peer_id in self._roster.sessions]
         if state.committed is None or state.view.members or holders or not self._roster.sessions:
             self._orphaned_since = self._complete_since = None
             return
@@ -80,9 +87,13 @@ class Rollback:
 
     def deadlines(self) -> list[Instant]:
         """When to look again."""
-        if self._orphaned_since is None:
-            return []
-        return [self._due_at(is_possible=self._newest_of(self._learners()) is not None)]
+        learners, claim, result = self._learners(), self._holders.claim, list[Instant]()
+        vain_at = None if claim is None else self._vain_at(claim, self._waiting(claim, learners))
+        if vain_at is not None:
+            result.append(vain_at)
+        if self._orphaned_since is not None:
+            result.append(self._due_at(is_possible=self._newest_of(learners) is not None))
+        return result
 
     def forgive(self, now: Instant) -> None:
         """The coordinator itself did not run: nobody could bring the state meanwhile.
@@ -93,6 +104,46 @@ class Rollback:
             self._orphaned_since = now
         if self._complete_since is not None:
             self._complete_since = now
+        claim = self._holders.claim
+        if claim is not None and claim.waiting_since is not None:
+            claim.waiting_since = now
+
+    def _disbelieve(self, learners: Sequence[Session]) -> None:
+        """Drop who alone says that it holds the state and has served nobody, and go back."""
+        claim = self._holders.look_for_a_claim()
+        if claim is None:
+            return
+        waiting = self._waiting(claim, learners)
+        if not waiting:
+            claim.waiting_since = None
+        elif claim.waiting_since is None:
+            claim.waiting_since = self._turn.now
+        vain_at, at = self._vain_at(claim, waiting), self._newest_of(waiting)
+        if vain_at is None or at is None or self._turn.now < vain_at:
+            return
+        self._views.drop({claim.ref: "alone says that it holds the state, and serves nobody"})
+        self._orphaned_since = self._complete_since = None
+        self._go_back(at, waiting)
+
+    def _waiting(self, claim: SoleClaim, learners: Sequence[Session]) -> list[Session]:
+        """Who is here without the claimed state; nobody, if these are too few to give it up."""
+        stands = self._state.standing_since
+        here = [
+            item
+            for item in learners
+            if item.ref != claim.ref and not item.disconnected and not item.leaving and stands(item.ref) is None
+        ]
+        num_named = sum(item.ref.peer_id in claim.named for item in here)
+        return here if 2 * num_named >= len(claim.named) else []
+
+    def _vain_at(self, claim: SoleClaim, waiting: Sequence[Session]) -> Instant | None:
+        """When these have waited for the claimed state in vain, as things stand; None if they have nothing to go to."""
+        config, at = self._config, self._newest_of(waiting)
+        if claim.waiting_since is None or at is None or at.held.outer_step >= self._state.outer_step:
+            return None
+        moved_at = [max(item.progressed_at, item.grew_at) for item in waiting]
+        stands_at = max([claim.waiting_since, *moved_at]) + config.handover_timeout_s
+        return min(stands_at, claim.waiting_since + config.orphan_timeout_s)
 
     def _learners(self) -> list[Session]:
         return [session for session in self._roster.sessions.values() if session.synced is not None]

@@ -16,9 +16,10 @@ nothing:
   being called a liar, once. Who points at a second one next time is at odds with two.
 
 A part is too large if its numbers are more than `limit` times as large as is usual for the others, as each member saw
-them. Differences grow no faster than the work behind them, so who has done more may send more, in proportion; with less
-work nobody's are larger. What was usual in the last rounds counts as well, since newcomers may all send little. So does
-what this member itself has sent in rounds that were committed: a veteran is not too large because all others are new.
+them. Differences grow no faster than the work behind them, so who has done more may send more, in proportion, up to
+sixteen times the work: how much that is only its leases say. With less work nobody's are larger. What was usual in the
+last rounds counts as well, since newcomers may all send little. So does what this member itself has sent in rounds that
+were committed: a veteran is not too large because all others are new.
 
 Rules: values only. It decides nothing about the membership (closing.py).
 """
@@ -35,6 +36,9 @@ _MAX_LINKS = 1024
 _ROUNDS_KNOWN = 5
 _WHILE_UNKNOWN = 10.0
 """How many times wider the limit is before the first commit, and after a restart of the coordinator."""
+_MOST_WORK = 16.0
+"""How many times the others' work widens the limit at most, however much more a vote claims. A machine that is twenty
+times as fast as the others sends numbers twenty times as large at most: a tenth of the limit then."""
 _OWN_FACTOR = 2.0
 """How many times its own earlier numbers a member's may be, whatever the others send."""
 _OWN_ROUNDS = 64
@@ -212,7 +216,7 @@ class Witnesses:
         found = []
         for rank in known:
             beside = [other for other in known if other != rank and weights[other] > 0.0]
-            others = [sizes[other] * max(1.0, weights[rank] / weights[other]) for other in beside]
+            others = [sizes[other] * min(max(1.0, weights[rank] / weights[other]), _MOST_WORK) for other in beside]
             if others:
                 # Newcomers that warm up send far less than their work would say (found by chaos: an honest veteran
                 # among them was 16 times as large), so what was usual before counts as well.

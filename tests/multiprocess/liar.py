@@ -12,6 +12,7 @@
     sum          it gives all the same false sum of its slice, in rounds
     two_surveys  it tells two of the others that its line is slow, and the rest the truth; its rounds are honest
     digest       it votes for another state than it has computed, in every round
+    leased       it asks for 2^31 samples at once, claims to have used up 2^20 a round, or all it gets, and sends noise
     unsigned     it signs something else than what it votes for
     mute         it keeps its votes to itself while there is a file `mute` in its folder
     certificate  it joins with a certificate of step 1,000,001, made with all that a member has
@@ -32,6 +33,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # for scripts/
 HUGE_TOKENS = 10**12
 NOISE = 100.0
 HUGE = 3e38
+ALL_SAMPLES = 2**31
+CLAIMED_SAMPLES = 2**20
 FALSE_SUM = 100.0
 LENGTHENED = 1e6
 AGAINST = -5.0
@@ -69,6 +72,43 @@ def _lie_as_worker(kind: str) -> None:
 
     PendingStep.result = claim  # type: ignore[method-assign]
     InnerLoop.store, InnerLoop.load = spoil, remember  # type: ignore[method-assign, assignment]
+
+
+def _claim_all_leases() -> None:
+    """Lease as much as can be had, let the trainer see half of it, and claim to have used up the rest in each round."""
+    from isthmus.elastic.core.lease_desk import LeaseDesk
+    from isthmus.elastic.core.leases import count
+    from isthmus.elastic.core.messages import IndexRange
+    from isthmus.elastic.core.place import Place
+
+    want, take, hand_in = LeaseDesk.want, LeaseDesk.take, Place.take_payload
+    unused: list[IndexRange] = []
+
+    def want_all(self: LeaseDesk, num_samples: int, epoch: Any) -> Any:
+        return want(self, ALL_SAMPLES if num_samples else 0, epoch)
+
+    def take_half(self: LeaseDesk, grant: Any) -> Any:
+        ranges = take(self, grant)
+        if ranges:
+            *first, last = ranges
+            middle = min((last.start + last.stop) // 2, last.start + 10_000)
+            unused.append(IndexRange(middle, last.stop))
+            ranges = (*first, IndexRange(last.start, middle))
+        return ranges
+
+    def claim(self: Place, payload: Any) -> bool:
+        pretended = [IndexRange(item.start, min(item.stop, item.start + CLAIMED_SAMPLES)) for item in unused]
+        unused[:] = [IndexRange(done.stop, item.stop) for done, item in zip(pretended, unused, strict=True)]
+        unused[:] = [item for item in unused if len(item)]
+        if payload.num_tokens and pretended:
+            used = count(payload.consumed)
+            num_tokens = payload.num_tokens // used * (used + count(pretended))
+            consumed = (*payload.consumed, *pretended)
+            payload = dataclasses.replace(payload, weight=float(num_tokens), num_tokens=num_tokens, consumed=consumed)
+        return hand_in(self, payload)
+
+    LeaseDesk.want, LeaseDesk.take = want_all, take_half  # type: ignore[method-assign]
+    Place.take_payload = claim  # type: ignore[method-assign]
 
 
 def forged(me: Any, sign: Any) -> Any:
@@ -110,8 +150,10 @@ def lie(kind: str) -> None:
     from scripts.chaoslab.mute import MUTE, keep_votes_while
 
     sign = PeerSigner.sign
-    if kind in ("weight", "noise", "huge", "against"):
+    if kind in ("weight", "noise", "huge", "against", "leased"):
         _lie_as_worker(kind)
+    if kind == "leased":
+        _claim_all_leases()
     if kind == "two_weights":
         put_open, pieces = Outbox.put_open, ChunkSend.pieces
 

@@ -8,11 +8,15 @@ from statistics import fmean
 
 import pytest
 
-from tests.multiprocess.run_harness import OPEN_END, Process, Run, assert_same_commits, running
+from isthmus.elastic.core.leases import count
+from isthmus.elastic.core.records import LeaseRecord
+from tests.multiprocess.run_harness import OPEN_END, Process, Run, assert_same_commits, read_journal, running
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(200)]
 
 DIVERGED, INTEGRITY = 8, 9
+SAMPLES_PER_ROUND = (3 + 3) * 2
+"""Of the harness's runs: inner steps of a round, as many of its delay, and their batch."""
 SANE_LOSS = 2 * math.log(256)
 """Of bytes: twice what a model has that knows nothing."""
 
@@ -51,6 +55,30 @@ def test_a_member_that_claims_a_huge_weight_and_sends_noise_is_put_out_and_the_l
     with running(tmp_path) as run:
         honest, liar = three_honest_and(run, "weight")
         assert_put_out(run, honest, liar, "claims weight", "its leases allow")
+
+
+@pytest.mark.parametrize("num_honest", [2, 3])
+def test_a_member_that_leases_all_samples_and_claims_them_is_put_out_and_the_loss_stays_sane(
+    tmp_path: Path, num_honest: int
+) -> None:
+    with running(tmp_path) as run:
+        flags = ("--peers", "2", "--outer-steps", str(OPEN_END), "--eval.every", "1")
+        founder = run.found(*flags)
+        run.wait_for_ticket()
+        honest = [founder, *(run.join() for _ in range(num_honest - 1))]
+        run.until_step(3, *honest)
+        liar = run.join_as_liar("leased")
+        liar.is_judged = True
+        assert liar.outcome().code == INTEGRITY, run.story()
+        assert "times as large as the others'" in liar.outcome().sentences[-1]
+        run.until_step(founder.step + 5, *honest)
+        run.leave_all()
+    # It may weigh so much that another member's sum looks like a lie of that member: who is named first is no matter.
+    assert len(founder.events("lied", of=liar.peer_id)) == 3
+    assert max(event["loss"] for peer in honest for event in peer.events("evaluate")) < SANE_LOSS
+    leases = [record for record in read_journal(founder.directory) if isinstance(record, LeaseRecord)]
+    assert max(count(record.ranges) for record in leases) < 20 * SAMPLES_PER_ROUND
+    assert_same_commits(*honest)
 
 
 @pytest.mark.parametrize("kind", ["noise", "huge", "not_finite", "sum"])

@@ -226,6 +226,11 @@ class GrantsEveryRepeat(PatchedCoordinator):
     parts = (("_fence", TakesEveryRequestForNew), ("_attendance", GrantsAgain))
 
 
+class GrantsEverything(CoordinatorMachine):
+    def _start(self, config: CoordinatorConfig, state: RunState) -> None:
+        super()._start(dataclasses.replace(config, samples_per_round=1000), state)
+
+
 class TakesBackReports(OpenRound):
     def vote(self, peer_id: PeerId, vote: Vote, now: Instant) -> bool:
         self.reports.pop(peer_id, None)

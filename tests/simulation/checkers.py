@@ -43,7 +43,7 @@ from tests.simulation.entries import Entries
 from tests.simulation.history import Admissions, History, SharedState
 from tests.simulation.leavers import Leavers, Patient
 from tests.simulation.lies import Lies
-from tests.simulation.methods import Met
+from tests.simulation.methods import Met, samples_per_round
 from tests.simulation.options import PATIENT_S
 from tests.simulation.patience import Patience
 from tests.simulation.reasons import Reasons
@@ -63,6 +63,8 @@ LIVENESS_S = 120.0
 PAUSE_S = 1200.0
 """Virtual time in which the pause of who was awaited in vain is over: nine times the longest wait."""
 NUM_LIVE_COMMITS = 3
+MOST_ROUNDS = 30
+"""No peer is given the work of so many rounds at once."""
 
 
 class Checkers:
@@ -73,7 +75,7 @@ class Checkers:
         self.history = History()
         self._state = SharedState(self.history)
         self._work = Contributions(self.history)
-        self._leases = Leases()
+        self._leases = Leases(MOST_ROUNDS * samples_per_round(sim.options))
         self._courses = Courses(sim)
         self._lies = Lies(sim)
         self._admissions = Admissions(self.history, sim)

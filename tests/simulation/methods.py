@@ -66,6 +66,17 @@ def plan_of(options: Options) -> OuterPlan:
     return OuterPlan(cast("Outer", Method(options)))
 
 
+def samples_per_step(options: Options) -> int:
+    """How many samples an inner step takes."""
+    return max(1, options.samples_per_round // options.steps_per_round)
+
+
+def samples_per_round(options: Options) -> int:
+    """How many samples a peer trains on, at most, until it has to wait for a commit."""
+    longest = max(options.steps_per_round, options.first_inner_step) + options.delay
+    return max(options.samples_per_round, longest * samples_per_step(options))
+
+
 def rounds_of(plan: OuterPlan, outer_step: int) -> Sequence[SymbolicRound]:
     """What makes this outer step."""
     return cast("Sequence[SymbolicRound]", plan.rounds(outer_step))

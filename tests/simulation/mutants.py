@@ -67,6 +67,7 @@ from tests.simulation.broken_rounds import (
     ForgivesForEver,
     GoesOnWithNewcomers,
     GrantsEveryRepeat,
+    GrantsEverything,
     HasUnboundedGrace,
     JudgesNobodyWithoutWork,
     NeedsOnlyOne,
@@ -293,6 +294,10 @@ MUTANTS: dict[str, Mutant] = {
     "lease_granted_twice": Mutant(
         what="a repeated request is granted again",
         parts=Parts(coordinator=GrantsEveryRepeat),
+    ),
+    "leases_without_bound": Mutant(
+        what="a peer is given as many samples as it asks for",
+        parts=Parts(coordinator=GrantsEverything),
     ),
     "weight_changes": Mutant(
         what="a payload is exchanged with another weight at the second try",

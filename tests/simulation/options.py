@@ -182,6 +182,8 @@ class Options:
     weight; another digest than it has staged; another sum to half of the others; a false sum to all of them. In seeds
     with few faults also: another weight of its own part; that it cannot finish, before it votes; that one after the
     other cannot be reached; a vote with a signature that it has not made for it."""
+    hoards: bool = False
+    """The last peer asks for all samples whenever it asks for any."""
     # - Bound
     max_strikes: int = 1_000_000
     """How many faults strike at most; what shrinks a failing seed (minimise.py)."""
@@ -339,7 +341,8 @@ class Options:
     def _and_rare(self, seed: int) -> "Options":
         """What few seeds have, drawn apart: all others keep their histories."""
         rng = random.Random(f"rare options of {seed}")
-        return self.with_(alone_leave_rate=0.1 if rng.random() < 0.08 else 0.0)
+        made = self.with_(alone_leave_rate=0.1 if rng.random() < 0.08 else 0.0)
+        return made.with_(hoards=random.Random(f"hoards of {seed}").random() < 0.06)
 
     def with_(self, **changes: object) -> "Options":
         """The same but for these."""

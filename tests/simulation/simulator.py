@@ -19,7 +19,7 @@ from tests.simulation.control import Control
 from tests.simulation.coordinator_node import CoordinatorNode
 from tests.simulation.faults import FaultInjector
 from tests.simulation.marks import Marks
-from tests.simulation.methods import plan_of
+from tests.simulation.methods import plan_of, samples_per_round
 from tests.simulation.network import Network
 from tests.simulation.options import PATIENT_S, Options
 from tests.simulation.parts import Parts
@@ -86,6 +86,7 @@ class Simulator:
             grace_floor_s=self.options.grace_floor_s,
             grace_initial_s=6.0,
             weight_per_sample=1.0,
+            samples_per_round=samples_per_round(self.options),
         )
         self.marks = Marks()
         self.network = Network(self.world, self.options)

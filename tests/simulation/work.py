@@ -120,9 +120,14 @@ class Contributions:
 
 
 class Leases:
-    """I7: every sample has one place, and is consumed once. Kept sample by sample, without ranges."""
+    """I7: every sample has one place, and is consumed once. Kept sample by sample, without ranges.
 
-    def __init__(self) -> None:
+    Args:
+        most_given: to anybody at once, however many it asks for.
+    """
+
+    def __init__(self, most_given: int) -> None:
+        self._most_given = most_given
         self._owner: dict[int, PeerRef] = {}
         self._consumed: dict[int, int] = {}  # by which step
         self._members: set[PeerRef] = set()
@@ -141,6 +146,8 @@ class Leases:
         demand(record.ref in self._members, "I7", f"leases for {name(record.ref)}, who is no member")
         demand((record.ref, record.serial) not in self._serials, "I7", "{} gets for one request twice", record.ref)
         self._serials.add((record.ref, record.serial))
+        num_given = sum(len(item) for item in record.ranges)
+        demand(num_given <= self._most_given, "liars", "{} is given {} samples", record.ref, num_given)
         is_old = self._asked.get((record.ref, record.serial), self._since[record.ref]) < self._since[record.ref]
         demand(not is_old, "I7", "{} gets what an older membership of it has asked for", record.ref)
         for index in (i for item in record.ranges for i in range(item.start, item.stop)):

@@ -13,7 +13,7 @@ from isthmus.elastic.core.events import LeasesWanted, Progressed, RoundReady
 from isthmus.elastic.core.leases import count, merged, without
 from isthmus.elastic.core.messages import IndexRange
 from isthmus.optim.course import Course, Done, Emit, Follow, Land, Train, Wait
-from tests.simulation.methods import Met, after_private, begun_private, rounds_of
+from tests.simulation.methods import Met, after_private, begun_private, rounds_of, samples_per_step
 from tests.simulation.symbols import FAR_TOO_MUCH, MOST_SAID, Payload, State
 from tests.simulation.tally import Flight, Ranges, Tally
 
@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from tests.simulation.peer import PeerNode
 
 PROGRESS_S = 0.5
+ALL_SAMPLES = 2**31
+"""As many as a request may ask for."""
 _WITH_WORK_IN_HAND = 0.2
 """Who has missed a round hands in what it has as soon as the others wait; with a whole round more it would be late
 again, and again (seed 67535)."""
@@ -77,6 +79,7 @@ class Worker:
     def lease(self, ranges: Iterable[IndexRange]) -> None:
         """These may be trained on."""
         self.tally.leases = merged((*self.tally.leases, *ranges))
+        self._asked_in = 0  # what came may be less than it takes
 
     # ------------------------------------------------------------------------ what comes next
 
@@ -229,8 +232,7 @@ class Worker:
 
     @property
     def _samples_per_step(self) -> int:
-        options = self.node.sim.options
-        return max(1, options.samples_per_round // options.steps_per_round)
+        return samples_per_step(self.node.sim.options)
 
     def _train(self) -> None:
         """One inner step; it takes a while."""
@@ -254,7 +256,9 @@ class Worker:
         is_short = count(self.tally.leases) < self._samples_per_step
         if is_short and self._asked_in != training:
             self._asked_in = training
-            node.feed(LeasesWanted(num_samples=node.sim.options.samples_per_round - count(self.tally.leases)))
+            is_greedy = node.sim.options.hoards and node.peer_id == list(node.sim.peers)[-1]
+            wanted = ALL_SAMPLES if is_greedy else node.sim.options.samples_per_round - count(self.tally.leases)
+            node.feed(LeasesWanted(num_samples=wanted))
         starving = is_short and node.clock.now() >= until
         node.progress += not starving
         node.inner_steps += not starving

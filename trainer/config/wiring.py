@@ -225,6 +225,7 @@ def coordinator_config(
         round_quorum=members.quorum,
         grace_floor_s=members.grace_s,
         weight_per_sample=float(tokens_per_sample(config.model)),  # weights are tokens
+        samples_per_round=_samples_per_round(config),
         norm_guard=members.norm_guard,
     )
 
@@ -248,7 +249,15 @@ def bulk_options(config: Config) -> BulkOptions:
 def samples_in_stock(config: Config) -> int:
     """How many samples a peer keeps leased, to go on while the coordinator is away.
 
-    Twice what it trains on, at most, until it must wait for a commit: to the next outer step, and on until that is due.
+    Twice what it trains on, at most, until it must wait for a commit.
+    """
+    return 2 * _samples_per_round(config)
+
+
+def _samples_per_round(config: Config) -> int:
+    """How many samples a peer trains on without a commit: to the next outer step, and on until that is due.
+
+    Of its own batches; who is faster than the others makes no more of them than the plan has.
     """
     pace = pace_of(config)
-    return 2 * (pace.longest_stretch + pace.longest_delay) * config.inner.batch_size
+    return (pace.longest_stretch + pace.longest_delay) * config.inner.batch_size

@@ -39,7 +39,7 @@ from isthmus.elastic.core.messages import (
     Welcome,
 )
 from isthmus.elastic.core.place import Phase
-from isthmus.elastic.core.rebuild import EPOCHS_A_REBUILD
+from isthmus.elastic.core.rebuild import EPOCHS_A_REBUILD, MAX_EPOCH, MOST_AHEAD
 from isthmus.elastic.core.records import Genesis, RebuildRecord, ViewRecord
 from tests.unit.elastic.machines import (
     KEYS,
@@ -272,6 +272,28 @@ def test_rebuilt_epoch_is_beyond_that_of_an_older_start_whose_folder_was_copied(
     assert record.epoch == 17 + EPOCHS_A_REBUILD
 
 
+def test_an_epoch_that_one_peer_names_far_beyond_every_proof_uses_up_none_of_the_others() -> None:
+    driver = rebuilding()
+    joins(driver, 66, None, epoch=MAX_EPOCH)  # before anybody has proved anything
+    joins(driver, 66, None, epoch=3 + MOST_AHEAD + 1, incarnation=2)
+    for number in (1, 2, 3):
+        joins(driver, number, epoch=17)
+    joins(driver, 66, None, epoch=MAX_EPOCH, incarnation=3)
+    driver.wait(GRACE_S)
+    (record,) = driver.records(RebuildRecord)
+    assert record.epoch == 17 + EPOCHS_A_REBUILD
+
+
+def test_epochs_of_eight_rebuilds_that_were_lost_again_count_whoever_has_heard_of_them() -> None:
+    driver = rebuilding()
+    joins(driver, 4, None, epoch=3 + MOST_AHEAD)
+    for number in (1, 2, 3):
+        joins(driver, number)
+    driver.wait(GRACE_S)
+    (record,) = driver.records(RebuildRecord)
+    assert record.epoch == 3 + MOST_AHEAD + EPOCHS_A_REBUILD
+
+
 def test_epoch_that_no_run_reaches_is_refused() -> None:
     driver = rebuilding()
     joins(driver, 1, epoch=2**40)
@@ -459,6 +481,23 @@ def test_no_peer_takes_the_run_above_an_epoch_that_no_rebuild_reaches() -> None:
     joins(driver, 4, epoch=2**31)
     assert driver.told(4, Refused).code == 9
     assert len(driver.records(ViewRecord)) == 1
+
+
+def test_new_starts_that_name_ever_later_epochs_lift_a_rebuilt_run_a_few_times_and_not_above_its_bound() -> None:
+    driver = rebuilt(1, 2, 3)
+    began = driver.machine.state.epoch
+    for incarnation in range(1, 100):
+        state = driver.machine.state
+        joins(driver, 66, None, epoch=state.epoch + 1, incarnation=2 * incarnation)
+        joins(driver, 66, None, epoch=state.epoch + 8 * EPOCHS_A_REBUILD, incarnation=2 * incarnation + 1)
+        refused = driver.all_told(66, 2 * incarnation + 1)
+        for number in driver.member_numbers():
+            driver.vote(number)  # what is committed above makes no more room
+    assert [item.code for item in refused if isinstance(item, Refused)] == [9]
+    lifts = [item for item in driver.records(ViewRecord) if "has seen epoch" in item.cause]
+    assert 1 <= len(lifts) <= MOST_AHEAD // EPOCHS_A_REBUILD
+    assert driver.machine.state.epoch < began + MOST_AHEAD + 2 * EPOCHS_A_REBUILD
+    assert driver.member_numbers()[:3] == [1, 2, 3]
 
 
 def test_peer_that_alone_heard_of_a_later_commit_is_told_and_counted() -> None:

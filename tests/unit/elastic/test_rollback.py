@@ -15,6 +15,7 @@ from isthmus.elastic.core.messages import (
     Rebuilt,
     Refused,
     Synced,
+    Vote,
     Welcome,
 )
 from isthmus.elastic.core.place import Phase
@@ -269,3 +270,104 @@ def test_a_learner_that_was_seen_to_hold_the_state_is_awaited_although_all_membe
     assert not driver.records(RollbackRecord), "it may still be alive, behind a broken line"
     live_on(driver, 10.0, p1=2, p2=2)
     assert driver.machine.state.committed == held(2), "half of those who might bring it are here"
+
+
+# ------------------------------------------------------------------------ who alone says that it holds the state
+
+HANDOVER_S = 60.0
+
+
+def with_a_false_holder() -> CoordinatorDriver:
+    """After a power cut three of four members are back one step behind, and one says that it has the newest commit."""
+    driver = after_power_cut(1, 2, 3, 4)
+    for number in (1, 2, 3):
+        come_back(driver, number, 2)
+    come_back(driver, 4, 3)
+    assert driver.member_numbers() == [4]
+    return driver
+
+
+def wait_for(driver: CoordinatorDriver, seconds: float, *, moves: bool, holder_votes: bool = False) -> None:
+    """The learners of step 2 live on, and the bytes that they fetch move, or do not."""
+    until = driver.now + seconds
+    while driver.now < until - 1e-9 and not driver.records(RollbackRecord):
+        driver.wait(HEARTBEAT_S)
+        state = driver.machine.state
+        for number in (1, 2, 3, 4):
+            step = state.outer_step if number == 4 else held(2).outer_step
+            progress = int(driver.now) if moves or number == 4 else 1
+            driver.says(ref(number, 2), Heartbeat(epoch=state.epoch, outer_step=step, progress=progress, blocked=False))
+        if holder_votes and driver.member_numbers() == [4]:
+            made = held(state.outer_step + 1).digest
+            round_key = key(state.epoch, state.outer_step)
+            vote = Vote(key=round_key, digest=made, weight=1.0, num_tokens=1, consumed=())
+            driver.says(ref(4, 2), vote)
+
+
+def test_who_alone_says_that_it_holds_the_state_and_serves_nobody_is_dropped_and_the_run_goes_back() -> None:
+    driver = with_a_false_holder()
+    wait_for(driver, HANDOVER_S - 2.0, moves=False)
+    assert not driver.records(RollbackRecord)
+    wait_for(driver, 5.0, moves=False)
+    record = the_rollback(driver)
+    assert record.given_up == 3
+    assert set(record.holders) == {ref(number, 2) for number in (1, 2, 3)}
+    assert driver.machine.counters["dropped: alone says that it holds the state, and serves nobody"] == 1
+    for number in (1, 2, 3):
+        come_back(driver, number, 2)
+    come_back(driver, 4, 3, incarnation=3)  # it says so again
+    live_on(driver, GRACE_S + 1.0, p1=2, p2=2, p3=2)
+    assert set(driver.member_numbers()) == {1, 2, 3}
+
+
+def test_commits_that_a_false_holder_makes_alone_are_no_proof() -> None:
+    driver = with_a_false_holder()
+    wait_for(driver, HANDOVER_S + 5.0, moves=False, holder_votes=True)
+    assert the_rollback(driver).given_up > 50
+    assert driver.machine.state.committed == held(2)
+
+
+def test_learners_that_get_on_slowly_are_waited_for_but_not_for_ever() -> None:
+    driver = with_a_false_holder()
+    wait_for(driver, ORPHAN_S - 5.0, moves=True)
+    assert not driver.records(RollbackRecord)
+    wait_for(driver, 10.0, moves=True)
+    assert the_rollback(driver).given_up == 3
+
+
+def test_who_has_served_one_of_them_holds_the_state() -> None:
+    driver = with_a_false_holder()
+    driver.says(ref(3, 2), Synced(held=held(3)))
+    wait_for(driver, 2 * ORPHAN_S, moves=False)
+    assert not driver.records(RollbackRecord)
+
+
+def test_too_few_give_up_nobodys_claim() -> None:
+    driver = after_power_cut(1, 2, 3, 4)
+    come_back(driver, 3, 2)
+    come_back(driver, 4, 3)
+    until = driver.now + 2 * ORPHAN_S
+    while driver.now < until:
+        live_on(driver, 60.0, p3=2, p4=3)
+    assert not driver.records(RollbackRecord), "one of four"
+
+
+def test_a_member_of_the_newest_commit_in_the_same_start_has_proved_what_it_holds() -> None:
+    driver = CoordinatorDriver().with_members(1, 2)
+    while driver.machine.state.outer_step < 3:
+        for number in (1, 2):
+            driver.vote(number)
+    driver.feed(PeerConnectionLost(sender=ref(2)))
+    driver.wait(1.0)
+    assert driver.member_numbers() == [1]
+    come_back(driver, 2, 2)
+    until = driver.now + 2 * ORPHAN_S
+    while driver.now < until:
+        driver.wait(HEARTBEAT_S)
+        for sender, step in ((ref(1), 3), (ref(2, 2), 2)):
+            state = driver.machine.state
+            beat = Heartbeat(
+                epoch=state.epoch, outer_step=held(step).outer_step, progress=int(driver.now), blocked=False
+            )
+            driver.says(sender, beat)
+    assert not driver.records(RollbackRecord)
