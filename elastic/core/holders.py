@@ -52,9 +52,10 @@ class Holders:
         return [item for item in self._roster.sessions.values() if item.leaving and standing_since(item.ref) is None]
 
     def donors(self) -> tuple[Member, ...]:
-        """Who can serve the committed state."""
-        keepers = [item for item in self.keepers() if self.holds(item)]
-        return (*self.members(), *(session.member for session in keepers))
+        """Who can serve the committed state: an excused peer only where nobody else can (seed 200156)."""
+        keepers = tuple(item.member for item in self.keepers() if self.holds(item))
+        late = tuple(item.member for item in self._roster.excused() if self.holds(item))
+        return (*self.members(), *keepers) or late
 
     def holds(self, session: Session) -> bool:
         """Whether it is here, and is known to hold the committed state or to have it staged."""

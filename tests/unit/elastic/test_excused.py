@@ -5,7 +5,7 @@ import pytest
 
 from isthmus.collective.core.types import Epoch, OuterStep
 from isthmus.elastic.core.events import PeerConnectionLost
-from isthmus.elastic.core.messages import Heartbeat, Leave, Synced
+from isthmus.elastic.core.messages import Heartbeat, Leave, Synced, Welcome
 from isthmus.elastic.core.pauses import LONGEST, Pauses
 from isthmus.elastic.core.records import ViewRecord
 from tests.unit.elastic.machines import CoordinatorDriver, held, ref
@@ -218,3 +218,18 @@ def test_round_that_newcomers_finish_for_others_is_none_from_which_the_grace_is_
         _beat(driver, 3, ready=True)
         _beat(driver, 4, progress=seconds)
     assert driver.member_numbers() == [3], "the other one was never that late in a whole round"
+
+
+def test_where_no_member_is_left_a_late_peer_serves_the_state_that_it_holds(driver: CoordinatorDriver) -> None:
+    """Its trainer may hang for ever while its daemon lives: a learner waited for it without a donor (seed 200156)."""
+    _commit(driver)
+    driver.join(5)
+    assert ref(LATE) not in [item.ref for item in driver.told(5, Welcome).donors]
+    for number in OTHERS:
+        driver.feed(PeerConnectionLost(sender=ref(number)))
+    for _ in range(3):
+        driver.now += 1.0
+        _beat(driver, LATE)
+        driver.join(5)
+    assert driver.member_numbers() == []
+    assert [item.ref for item in driver.told(5, Welcome).donors] == [ref(LATE)]
