@@ -15,11 +15,13 @@ from isthmus.elastic.core.edges import Edges
 from isthmus.elastic.core.exit_codes import UNREACHABLE
 from isthmus.elastic.core.messages import Refused
 from isthmus.elastic.core.open_round import OpenRound
+from isthmus.elastic.core.pauses import Pauses
 from isthmus.elastic.core.roster import Roster
 from isthmus.elastic.core.sessions import Session
 from isthmus.elastic.core.turn import Turn
 from isthmus.elastic.core.views import Views
 
+_MAX_LINKS = 1024
 MAX_CAUSES = 400
 """Characters of the members' reports that a reason quotes."""
 
@@ -28,10 +30,17 @@ class Failures:
     """Judges reports of failure, once those that follow the first one had time to come."""
 
     def __init__(
-        self, config: CoordinatorConfig, turn: Turn, roster: Roster, views: Views, open_round: OpenRound
+        self,
+        config: CoordinatorConfig,
+        turn: Turn,
+        roster: Roster,
+        views: Views,
+        *,
+        open_round: OpenRound,
+        pauses: Pauses,
     ) -> None:
         self._config, self._state, self._turn, self._roster = config, turn.state, turn, roster
-        self._views, self._round = views, open_round
+        self._views, self._round, self._pauses = views, open_round, pauses
         self._blame = Blame(open_round)
         self._retries = 0  # with unchanged members, since the last commit
         self._unreached: deque[PeerRef] = deque(maxlen=config.max_peers)
@@ -47,7 +56,7 @@ class Failures:
         roster, open_round, view = self._roster, self._round, self._state.view
         if open_round.judge_at is None or self._turn.now < open_round.judge_at:
             return
-        accused = open_round.accused(view)
+        accused = open_round.accused(view, tales=self._blame.tales)
         heard_before = self._turn.now - self._config.suspect_silence_s
         silent = [
             session.ref
@@ -64,11 +73,12 @@ class Failures:
         are_alone = all(member.peer_id in newcomers for member in view.members)
         gone = self._gone_without(blamed)
         is_about_newcomers = newcomers.issuperset(gone) and not are_alone
-        self._blame.remember(view)
         if not blamed or (not is_about_newcomers and (self._retries == 0 or not self._leaves_half(gone))):
             self._retries += 1
+            self._blame.remember(view)
             self._views.change(out={}, cause=f"round failed, one more try: {self._causes()}")
         else:
+            self._blame.remember(view, gone=blamed)
             self._drop_blamed([roster.sessions[peer_id] for peer_id in blamed])
 
     def _plans_without_a_survey(self) -> bool:
@@ -101,6 +111,8 @@ class Failures:
                 )
                 last_words[session.ref] = Refused(code=UNREACHABLE, reason=reason)
             self._unreached.append(session.ref)
+        for session in blamed:
+            self._pauses.blamed(session.ref, self._state.outer_step)
         self._turn.counters["blamed"] += len(blamed)
         reasons = {session.ref: "members could not finish the round with it" for session in blamed}
         self._views.drop(reasons, last_words)
@@ -131,14 +143,30 @@ class Blame:
     def __init__(self, open_round: OpenRound) -> None:
         self._round = open_round
         self._past_links: set[tuple[PeerId, PeerId]] = set()  # that were said to be broken since the last commit
+        self._went_last: dict[frozenset[PeerId], PeerId] = {}  # which end of a link, over all outer steps
+        self.tales: set[PeerId] = set()
+        """Both ends of all tales since the last commit whose teller was not heard. It may have been late, once."""
 
     def committed(self) -> None:
-        """The outer step is made: the next one starts without a past."""
+        """The outer step is made: the next one starts without a past, but for who went."""
         self._past_links.clear()
+        self.tales.clear()
 
-    def remember(self, view: View) -> None:
-        """The view is about to change for what was reported: it counts on until something is committed."""
+    def remember(self, view: View, gone: Collection[PeerId] = ()) -> None:
+        """The view is about to change for what was reported: it counts on until something is committed.
+
+        Args:
+            gone: who goes for it.
+        """
+        for accuser, peers in self._round.voices(view, self.tales).items():
+            for ends in (frozenset((accuser, peer)) for peer in peers):
+                for out in ends.intersection(gone):
+                    self._went_last.pop(ends, None)
+                    self._went_last[ends] = out
+        while len(self._went_last) > _MAX_LINKS:
+            del self._went_last[next(iter(self._went_last))]
         self._past_links |= {(accuser, peer) for accuser, peers in self._round.voices(view).items() for peer in peers}
+        self.tales.update(*self._round.unheard().items())
 
     def known(self, view: View) -> set[PeerId]:
         """The members, and whoever was said to have a broken link since the last commit and is gone."""
@@ -150,17 +178,19 @@ class Blame:
         An accusation says that a link is broken, not whose fault it is: it counts against both of its ends. So a
         member that reaches nobody goes, however many it accuses, and not those who reach each other. What a newcomer
         says counts against itself alone: it has no commit yet, the others have. Between two ends with as many broken
-        links the accused one goes, then the newcomer, then the newest member. What was said since the last commit
-        counts on, also against members that are gone: nobody accuses one after the other out.
+        links the one goes that did not go the last time that theirs was broken, then the one that had the most broken
+        links before, then the accused one, the newcomer, the newest member. What was said since the last commit counts
+        on, also against members that are gone: nobody accuses one after the other out.
 
         Args:
             newcomers: whoever has no commit yet, of the `known` ones. One that was dropped is still a newcomer: without
                 that its word, and the next newcomer's, sent a proven member out (seed 101577).
         """
         present = [member.peer_id for member in view.members]
-        now = {frozenset((accuser, peer)) for accuser, peers in self._round.voices(view).items() for peer in peers}
+        voices = self._round.voices(view, self.tales)
+        now = {frozenset((accuser, peer)) for accuser, peers in voices.items() for peer in peers}
         links = now | {frozenset(link) for link in self._past_links}
-        accused = self._round.accused(view, newcomers)
+        accused = self._round.accused(view, newcomers, self.tales)
         blamed: list[PeerId] = []
         while True:
             rest = [peer for peer in present if peer not in blamed]
@@ -168,11 +198,13 @@ class Blame:
             if not broken and (blamed or not any(accused.values())):
                 return tuple(blamed)
 
-            def weight(peer: PeerId, rest: list[PeerId] = rest) -> tuple[int, int, bool, int]:
+            def weight(peer: PeerId, rest: list[PeerId] = rest) -> tuple[int, bool, int, int, bool, int]:
                 others = [other for link in links if peer in link for other in link if other not in (peer, *blamed)]
                 if peer not in newcomers:
                     others = [other for other in others if other not in newcomers]
-                return len(others), accused[peer], peer in newcomers, rest.index(peer)
+                went_last = any(self._went_last.get(link) == peer for link in broken)
+                num_ever = len({other for link in {*links, *self._went_last} if peer in link for other in link})
+                return len(others), not went_last, num_ever, accused[peer], peer in newcomers, rest.index(peer)
 
             ends = [peer for peer in rest if any(peer in link for link in broken)]
             blamed.append(max(ends or [peer for peer in rest if accused[peer]], key=weight))

@@ -7,7 +7,7 @@ commit, and the deviants re-sync. Neither: once more in another epoch. Only coun
 closing.py and failures.py.
 """
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from isthmus.collective.core.types import Instant, OuterStep, PeerId, RoundKey, View
@@ -131,19 +131,49 @@ class OpenRound:
         deviants = tuple(member.peer_id for member in view.members if member.peer_id not in winners)
         return Agreed(key=key, digest=digest, deviants=deviants)
 
-    def accused(self, view: View, newcomers: Collection[PeerId] = ()) -> dict[PeerId, int]:
+    def accused(
+        self, view: View, newcomers: Collection[PeerId] = (), tales: Collection[PeerId] = ()
+    ) -> dict[PeerId, int]:
         """How many members point at each, newcomers at newcomers only. Whoever names no other accuses itself."""
         result = dict.fromkeys((member.peer_id for member in view.members), 0)
-        for accuser, suspects in self.voices(view).items():
+        for accuser, suspects in self.voices(view, tales).items():
             for peer in suspects or [accuser]:
                 result[peer] += accuser not in newcomers or peer in newcomers
         return result
 
-    def voices(self, view: View) -> dict[PeerId, list[PeerId]]:
-        """Whom each member accuses. What it was told is no voice: the member that said it has a report of its own."""
+    def voices(self, view: View, tales: Collection[PeerId] = ()) -> dict[PeerId, list[PeerId]]:
+        """Whom each member accuses. What it was told is no voice: the member that said it has a report of its own.
+
+        Args:
+            tales: whose `unheard` tales are voices all the same: against the one that is said to have told them.
+        """
         present = {member.peer_id for member in view.members}
-        return {
-            accuser: [peer for peer in dict.fromkeys(report.suspects) if peer in present and peer != accuser]
+        named = {
+            accuser: tuple(dict.fromkeys(report.suspects))
             for accuser, report in self.reports.items()
             if report.told_by is None
         }
+        named |= {
+            accuser: (teller,) for accuser, teller in self.unheard().items() if accuser in tales or teller in tales
+        }
+        return {
+            accuser: [peer for peer in suspects if peer in present and peer != accuser]
+            for accuser, suspects in named.items()
+        }
+
+    def unheard(self) -> dict[PeerId, PeerId]:
+        """Members that say who told them to give up, where the teller has not said so itself; each with its teller.
+
+        Its word is late, or their link does not work, or one of the two lies.
+        """
+        tellers = {accuser: report.told_by for accuser, report in self.reports.items() if report.told_by is not None}
+        return {accuser: teller for accuser, teller in tellers.items() if not self._is_told_on(accuser, tellers)}
+
+    def _is_told_on(self, listener: PeerId, tellers: Mapping[PeerId, PeerId]) -> bool:
+        """Whether the teller has a report of its own, or was told itself, by others than this listener."""
+        row = [listener]
+        while (teller := tellers.get(row[-1])) is not None:
+            if teller in row:
+                return teller != listener
+            row.append(teller)
+        return row[-1] in self.reports or len(row) > 2  # else whoever comes before the last one names it
