@@ -221,7 +221,7 @@ class Closing:
         """All have voted. If what they saw of each other's parts does not fit, the round is tried again accordingly."""
         view = self._state.view
         members = [member.peer_id for member in view.members]
-        verdict = self._witnesses.judge(members, self._round.votes, self._round.weights)
+        verdict = self._witnesses.judge(members, self._round.votes, self._round.weights, self._state.reached)
         self._disputed = ()
         if verdict is None:
             return False
@@ -233,7 +233,9 @@ class Closing:
             self._views.strike({refs[peer_id]: reason for peer_id, reason in verdict.liars.items()})
         elif verdict.left_out:
             reasons = {refs[peer_id]: reason for peer_id, reason in verdict.left_out.items()}
-            self._views.drop(reasons, counted_as="one member finds its numbers too large")
+            for ref in reasons:
+                self._pauses.blamed(ref, self._state.outer_step)
+            self._views.drop(reasons, counted_as="it is at odds with one member about numbers that are too large")
         else:
             self._turn.counters["weights_disputed"] += 1
             pair = " and ".join(verdict.at_odds)

@@ -11,7 +11,7 @@ from collections.abc import Collection, Sequence
 
 from isthmus.collective.core.types import PeerId, PeerRef, View
 from isthmus.elastic.core.config import CoordinatorConfig
-from isthmus.elastic.core.edges import Edges
+from isthmus.elastic.core.edges import Edges, part
 from isthmus.elastic.core.exit_codes import UNREACHABLE
 from isthmus.elastic.core.messages import Refused
 from isthmus.elastic.core.open_round import OpenRound
@@ -45,10 +45,12 @@ class Failures:
         self._retries = 0  # with unchanged members, since the last commit
         self._unreached: deque[PeerRef] = deque(maxlen=config.max_peers)
         """Peers that the members dropped before any commit held work of theirs."""
+        self._parted: set[PeerId] = set()  # newcomers that lost a link since the last commit
 
     def committed(self) -> None:
         """The outer step is made: the next one starts without a past."""
         self._retries = 0
+        self._parted.clear()
         self._blame.committed()
 
     def settle(self) -> None:
@@ -71,15 +73,47 @@ class Failures:
         newcomers = self._blame.known(view) - self._state.reached.keys()
         blamed = self._blame.blamed(view, newcomers)
         are_alone = all(member.peer_id in newcomers for member in view.members)
+        parted = () if are_alone and self._retries == 0 else self._part(blamed, newcomers)
+        blamed = tuple(peer for peer in blamed if peer not in parted)
         gone = self._gone_without(blamed)
         is_about_newcomers = newcomers.issuperset(gone) and not are_alone
         if not blamed or (not is_about_newcomers and (self._retries == 0 or not self._leaves_half(gone))):
-            self._retries += 1
+            self._retries += not parted
             self._blame.remember(view)
             self._views.change(out={}, cause=f"round failed, one more try: {self._causes()}")
         else:
+            is_accused = self._accused_by_enough(blamed)
             self._blame.remember(view, gone=blamed)
-            self._drop_blamed([roster.sessions[peer_id] for peer_id in blamed])
+            self._drop_blamed([roster.sessions[peer_id] for peer_id in blamed], is_accused)
+
+    def _part(self, blamed: Collection[PeerId], newcomers: Collection[PeerId]) -> list[PeerId]:
+        """Newcomers whose link with a single member is said to be broken keep their place, and lose that link.
+
+        One voice alone kept every joiner out. Not of two members: all others have spoken then.
+        """
+        view, sessions, members = self._state.view, self._roster.sessions, self._roster.members()
+        parted: list[PeerId] = []
+        for peer in blamed:
+            ends = self._blame.other_ends(view, peer)
+            if peer not in newcomers or len(ends) != 1 or len(members) < 3:
+                continue
+            (other,) = ends
+            if other in blamed or other not in sessions or not self._roster.is_member(sessions[other]):
+                continue
+            part(sessions[peer], sessions[other], self._turn.now)
+            self._parted.add(peer)
+            # Without a hub somebody would lose its place: then it is the newcomer.
+            if len(Edges(view).with_a_hub(members, self._state.reached)) == len(members):
+                parted.append(peer)
+        self._turn.counters["parted"] += len(parted)
+        return parted
+
+    def _accused_by_enough(self, blamed: Collection[PeerId]) -> set[PeerId]:
+        """Those whose links with two members, or with all others, are said to be broken."""
+        view = self._state.view
+        present = {member.peer_id for member in view.members}
+        ends = {peer: self._blame.other_ends(view, peer) for peer in blamed}
+        return {peer for peer in blamed if len(ends[peer]) > 1 or (ends[peer] and ends[peer] >= present - {peer})}
 
     def _plans_without_a_survey(self) -> bool:
         """The members differ about the plan, which follows from what each told the others of its links.
@@ -98,13 +132,19 @@ class Failures:
         self._views.change(out={}, cause=f"{cause}: {self._causes()}")
         return True
 
-    def _drop_blamed(self, blamed: Sequence[Session]) -> None:
-        """The others go on without these. A newcomer that failed before is told why and sent home."""
+    def _drop_blamed(self, blamed: Sequence[Session], is_accused: Collection[PeerId]) -> None:
+        """The others go on without these. A newcomer that failed before is told why and sent home.
+
+        Args:
+            is_accused: whose own fault it is, as far as links can tell.
+        """
         last_words: dict[PeerRef, Refused] = {}
         for session in blamed:
             if session.ref.peer_id in self._state.reached:
                 continue  # it was reached once: its line is broken, its address is not wrong
-            if session.ref in self._unreached:
+            if session.ref.peer_id not in is_accused:
+                continue
+            if session.ref in self._unreached or session.ref.peer_id in self._parted:
                 reason = (
                     f"the members cannot exchange with {session.ref.peer_id} at {session.address or 'no address'} "
                     f"({self._causes()}): give it an address that all of them reach (--advertise) and open its port"
@@ -168,6 +208,11 @@ class Blame:
         self._past_links |= {(accuser, peer) for accuser, peers in self._round.voices(view).items() for peer in peers}
         self.tales.update(*self._round.unheard().items())
 
+    def other_ends(self, view: View, peer: PeerId) -> set[PeerId]:
+        """The other ends of its links that are said to be broken, now and since the last commit."""
+        now = {(accuser, other) for accuser, others in self._round.voices(view, self.tales).items() for other in others}
+        return {end for link in now | self._past_links if peer in link for end in link} - {peer}
+
     def known(self, view: View) -> set[PeerId]:
         """The members, and whoever was said to have a broken link since the last commit and is gone."""
         return {member.peer_id for member in view.members}.union(*self._past_links)
@@ -198,7 +243,9 @@ class Blame:
             if not broken and (blamed or not any(accused.values())):
                 return tuple(blamed)
 
-            def weight(peer: PeerId, rest: list[PeerId] = rest) -> tuple[int, bool, int, int, bool, int]:
+            def weight(
+                peer: PeerId, rest: list[PeerId] = rest, broken: list[frozenset[PeerId]] = broken
+            ) -> tuple[int, bool, int, int, bool, int]:
                 others = [other for link in links if peer in link for other in link if other not in (peer, *blamed)]
                 if peer not in newcomers:
                     others = [other for other in others if other not in newcomers]

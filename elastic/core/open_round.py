@@ -10,6 +10,7 @@ closing.py and failures.py.
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
+from isthmus.collective.core.apart import are_apart
 from isthmus.collective.core.types import Instant, OuterStep, PeerId, RoundKey, View
 from isthmus.elastic.core.config import CoordinatorConfig
 from isthmus.elastic.core.grace import Grace
@@ -144,10 +145,13 @@ class OpenRound:
     def voices(self, view: View, tales: Collection[PeerId] = ()) -> dict[PeerId, list[PeerId]]:
         """Whom each member accuses. What it was told is no voice: the member that said it has a report of its own.
 
+        Nobody can accuse a member that it has no link with.
+
         Args:
             tales: whose `unheard` tales are voices all the same: against the one that is said to have told them.
         """
-        present = {member.peer_id for member in view.members}
+        ranks = {member.peer_id: rank for rank, member in enumerate(view.members)}
+        apart = frozenset(view.apart)
         named = {
             accuser: tuple(dict.fromkeys(report.suspects))
             for accuser, report in self.reports.items()
@@ -157,7 +161,11 @@ class OpenRound:
             accuser: (teller,) for accuser, teller in self.unheard().items() if accuser in tales or teller in tales
         }
         return {
-            accuser: [peer for peer in suspects if peer in present and peer != accuser]
+            accuser: [
+                peer
+                for peer in suspects
+                if peer in ranks and peer != accuser and not are_apart(apart, ranks[accuser], ranks[peer])
+            ]
             for accuser, suspects in named.items()
         }
 

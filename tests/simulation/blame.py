@@ -9,6 +9,7 @@ among the members or with those, too, who went since the last commit.
 
 from collections import defaultdict
 
+from isthmus.collective.core.apart import are_apart
 from isthmus.collective.core.types import PeerId, PeerRef, View
 from isthmus.elastic.core.messages import RoundFailed
 from isthmus.elastic.core.records import CommitRecord, RebuildRecord, RollbackRecord, ViewRecord
@@ -90,6 +91,7 @@ class Blame:
         """Who goes alone, against all who stay and have said something, or of whom something was said, in this view."""
         members = {member.peer_id for member in before.members} if before is not None else set()
         now = {(ref.peer_id, peer) for ref, peers in self._said.items() for peer in peers if peer in members}
+        now = {link for link in now if before is None or not _is_apart(before, *link)}
         if "round failed, one more try" in record.cause or blamed:
             self._broken |= now
         if len(blamed) == 1:
@@ -109,3 +111,9 @@ class Blame:
         links = (link for link in self._broken if peer in link)
         others = {other for link in links for other in link if other != peer} & known
         return len(others & self._proven if peer in self._proven else others)
+
+
+def _is_apart(view: View, one: PeerId, other: PeerId) -> bool:
+    """Whether the view has no link between them: neither can say anything of it."""
+    rank, other_rank = view.rank_of(one), view.rank_of(other)
+    return rank is not None and other_rank is not None and are_apart(frozenset(view.apart), rank, other_rank)

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Members that say that rounds cannot be finished: of others, of themselves, or that somebody told them so."""
 
-from tests.unit.elastic.machines import CoordinatorDriver, key, ref
-
 from isthmus.elastic.core.messages import Evicted, Refused, RoundFailed
+from tests.unit.elastic.machines import CoordinatorDriver, key, ref
 
 
 def was_told(driver: CoordinatorDriver, number: int, by: int, *suspects: int) -> None:
@@ -131,6 +130,98 @@ def test_who_accuses_another_member_in_every_outer_step_goes_from_the_second_tim
         out += {1, 2, 3, 4}.difference(driver.member_numbers())
         commits_until_back(driver, out[-1])
     assert out == [1, 4, 4]
+
+
+# ------------------------------------------------------------------------ newcomers
+
+
+def come_in(driver: CoordinatorDriver, number: int) -> None:
+    """A newcomer joins, and is a member after a commit."""
+    driver.join(number, driver.machine.state.committed, epoch=driver.machine.state.epoch)
+    commit(driver)
+    assert number in driver.member_numbers()
+
+
+def apart(driver: CoordinatorDriver) -> list[set[int]]:
+    numbers = driver.member_numbers()
+    return [{numbers[one], numbers[other]} for one, other in driver.machine.state.view.apart]
+
+
+def test_one_voice_costs_a_newcomer_its_link_with_that_member_and_not_its_place() -> None:
+    driver = CoordinatorDriver().with_veterans(1, 2, 3, 4)
+    come_in(driver, 5)
+    driver.fail(4, 5)
+    rest(driver)
+    assert driver.member_numbers() == [1, 2, 3, 4, 5]
+    assert apart(driver) == [{4, 5}]
+    commit(driver)
+    assert driver.member_numbers() == [1, 2, 3, 4, 5]
+
+
+def test_who_accuses_a_newcomer_that_it_has_no_link_with_accuses_itself() -> None:
+    driver = CoordinatorDriver().with_veterans(1, 2, 3, 4)
+    come_in(driver, 5)
+    for _ in range(3):
+        driver.fail(4, 5)
+        rest(driver)
+    assert driver.member_numbers() == [1, 2, 3, 5]
+    commit(driver)
+
+
+def test_one_voice_sends_no_newcomer_home_whatever_start_it_comes_with() -> None:
+    driver = CoordinatorDriver().with_veterans(1, 2, 3, 4)
+    for _ in range(3):
+        if 5 not in driver.member_numbers():
+            come_in(driver, 5)
+        driver.fail(4, 5)
+        rest(driver)
+        assert not [word for word in driver.all_told(5) if isinstance(word, Refused)]
+        commit(driver)
+    assert 5 in driver.member_numbers()
+
+
+def test_a_parted_pair_is_together_again_after_a_while_and_is_parted_for_longer_the_next_time() -> None:
+    driver = CoordinatorDriver().with_veterans(1, 2, 3, 4)
+    sessions = driver.machine._roster.sessions
+    sessions[ref(4).peer_id].part(ref(3), 0.0, 60.0)
+    sessions[ref(4).peer_id].rejoin(59.0)
+    assert ref(3) in sessions[ref(4).peer_id].parted
+    sessions[ref(4).peer_id].rejoin(60.0)
+    assert not sessions[ref(4).peer_id].parted
+    sessions[ref(4).peer_id].part(ref(3), 60.0, 60.0)
+    assert sessions[ref(4).peer_id].parted == {ref(3): 180.0}
+
+
+def test_a_newcomer_that_a_second_member_cannot_exchange_with_is_sent_home() -> None:
+    driver = CoordinatorDriver().with_veterans(1, 2, 3, 4)
+    come_in(driver, 5)
+    for accuser in (4, 3):
+        driver.fail(accuser, 5)
+        rest(driver)
+    assert driver.member_numbers() == [1, 2, 3, 4]
+    assert driver.told(5, Refused).code == 4
+
+
+def test_the_only_other_member_sends_a_newcomer_home_as_ever() -> None:
+    driver = CoordinatorDriver().with_veterans(1)
+    for _ in range(2):
+        come_in(driver, 5)
+        driver.fail(1, 5)
+        rest(driver)
+        assert driver.member_numbers() == [1]
+    assert driver.told(5, Refused).code == 4
+
+
+def test_a_newcomer_that_names_nobody_goes_without_last_words_and_pauses() -> None:
+    driver = CoordinatorDriver().with_veterans(1, 2, 3, 4)
+    for _ in range(3):
+        driver.join(5, driver.machine.state.committed, epoch=driver.machine.state.epoch)
+        while 5 not in driver.member_numbers():
+            commit(driver)
+        driver.fail(5)
+        rest(driver)
+        assert driver.member_numbers() == [1, 2, 3, 4]
+        assert isinstance(driver.all_told(5)[-1], Evicted)
 
 
 # ------------------------------------------------------------------------ pauses
