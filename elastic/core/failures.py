@@ -105,7 +105,8 @@ class Failures:
             # Without a hub somebody would lose its place: then it is the newcomer.
             if len(Edges(view).with_a_hub(members, self._state.reached)) == len(members):
                 parted.append(peer)
-        self._turn.counters["parted"] += len(parted)
+        if parted:
+            self._turn.counters["parted"] += len(parted)
         return parted
 
     def _accused_by_enough(self, blamed: Collection[PeerId]) -> set[PeerId]:

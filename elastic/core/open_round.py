@@ -43,6 +43,8 @@ class OpenRound:
         self.grace = Grace(config)
         self.votes: dict[PeerId, Vote] = {}
         self.voted_at: dict[PeerId, Instant] = {}
+        self.settled_at: dict[PeerId, Instant] = {}
+        """When each said for the first time what its vote says now. A vote may be given early, and changed."""
         self.reports: dict[PeerId, RoundFailed] = {}
         self.judge_at: Instant | None = None
         self.began_at: Instant = 0.0
@@ -74,6 +76,7 @@ class OpenRound:
     def _void(self) -> None:
         self.votes.clear()
         self.voted_at.clear()
+        self.settled_at.clear()
         self.reports.clear()
         self.judge_at = None
 
@@ -91,6 +94,8 @@ class OpenRound:
         """Note a vote. Refused from who has reported that it cannot finish: its staged result is gone."""
         if peer_id in self.reports:
             return False
+        if self.votes.get(peer_id) != vote:
+            self.settled_at[peer_id] = now
         self.votes[peer_id] = vote
         self.voted_at.setdefault(peer_id, now)
         return True
@@ -99,6 +104,7 @@ class OpenRound:
         """Note a failure. The first one opens the window in which the others are awaited."""
         self.votes.pop(peer_id, None)
         self.voted_at.pop(peer_id, None)
+        self.settled_at.pop(peer_id, None)
         self.reports[peer_id] = report
         if self.judge_at is None:
             self.judge_at = now + self._config.report_window_s
@@ -106,6 +112,7 @@ class OpenRound:
     def forgive(self, now: Instant) -> None:
         """The coordinator itself did not run: the others' words may lie unread, and are awaited anew."""
         self.voted_at = dict.fromkeys(self.voted_at, now)
+        self.settled_at = dict.fromkeys(self.settled_at, now)
         if self.judge_at is not None:
             self.judge_at = now + self._config.report_window_s
         self.grace.interrupted(now)

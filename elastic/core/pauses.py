@@ -83,7 +83,7 @@ class Pauses:
         times = 1
         if before is not None and before.ref == ref:
             times += max(0, before.times - (outer_step - before.since_step) // FORGIVEN)
-        num_commits = min(LONGEST, 2 ** min(times - 1, LONGEST.bit_length()))
+        num_commits = min(LONGEST, 1 << min(times - 1, LONGEST.bit_length()))
         self._blamed[ref.peer_id] = _Blame(ref, times, outer_step, outer_step + num_commits)
         self._forget()
         return num_commits
