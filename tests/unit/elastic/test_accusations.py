@@ -168,7 +168,7 @@ def test_who_accuses_a_newcomer_that_it_has_no_link_with_accuses_itself() -> Non
     commit(driver)
 
 
-def test_one_voice_sends_no_newcomer_home_whatever_start_it_comes_with() -> None:
+def test_one_voice_sends_no_newcomer_home_however_often_it_speaks() -> None:
     driver = CoordinatorDriver().with_veterans(1, 2, 3, 4)
     for _ in range(3):
         if 5 not in driver.member_numbers():
