@@ -112,14 +112,21 @@ class PayloadCorrupted(RemoteProtocolError):
 
 
 class PlanMismatch(CollectiveError):
-    """A member posted the same round with other terms. All members of the view see this error."""
+    """A member posted the same round with other terms. All members of the view see this error.
 
-    def __init__(self, field: str, ours: object, theirs: object, peer_id: PeerId) -> None:
-        super().__init__(f"peer {peer_id} posted this round with {field}={theirs}, here it is {ours}")
+    `told_by` is the member that says so of another one; None if this peer has the word of `peer_id` itself.
+    """
+
+    def __init__(
+        self, field: str, ours: object, theirs: object, peer_id: PeerId, told_by: PeerId | None = None
+    ) -> None:
+        by_whom = "" if told_by is None else f", says {told_by}"
+        super().__init__(f"peer {peer_id} posted this round with {field}={theirs}, here it is {ours}{by_whom}")
         self.field = field
         self.ours = ours
         self.theirs = theirs
         self.peer_id = peer_id
+        self.told_by = told_by
 
 
 class HandshakeRefused(CollectiveError):

@@ -75,7 +75,8 @@ def abort_payload_of(error: Exception | None, peer_id: PeerId) -> bytes:
 def mismatch_heard(words: Mismatch, terms: Terms, sender: PeerId) -> PlanMismatch:
     """What a mismatch that `sender` found is to a member with these terms: whoever posted other ones is named.
 
-    The member may hear of it before it hears the terms of the one who differs.
+    The member may hear of it before it hears the terms of the one who differs, and may never hear such terms: the
+    sender can make up what a third one posted. So that is its word, and not this member's.
 
     Raises:
         RemoteProtocolError: there is no such field.
@@ -84,7 +85,7 @@ def mismatch_heard(words: Mismatch, terms: Terms, sender: PeerId) -> PlanMismatc
         raise RemoteProtocolError("mismatch of no term")
     ours = getattr(terms, words.field)
     if _sendable(ours) == words.ours:
-        return PlanMismatch(words.field, ours, words.theirs, words.peer_id)
+        return PlanMismatch(words.field, ours, words.theirs, words.peer_id, told_by=sender)
     return PlanMismatch(words.field, ours, words.ours, sender)
 
 

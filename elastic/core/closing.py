@@ -7,7 +7,7 @@ round that a member cannot finish that of failures.py. Holds only how long an ex
 odds.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from isthmus.collective.core.types import Instant, OuterStep, PeerId, PeerRef
 from isthmus.elastic.core.admission import Admission
@@ -50,7 +50,7 @@ class Closing:
         self._witnesses = Witnesses(config.norm_guard)
         self._weighed: dict[PeerId, Vote] = {}  # those whose weight was looked at
         self._disputed: tuple[PeerId, ...] = ()  # members that are at odds about the round's results
-        self._exchange_s = 0.0  # from the last payload to the last vote, of the slowest recent round
+        self._exchange_s = 0.0  # from the last payload to a majority's votes, of the slowest recent round
 
     def settle(self) -> None:
         """Judge failures, count votes, go on without the late."""
@@ -81,15 +81,24 @@ class Closing:
         silent = [session for session in members if not open_round.spoke(session.ref.peer_id)]
         if not silent:
             return None
-        enough = len(members) // 2 + 1 if len(members) > 2 else 1
-        if len(open_round.voted_at) < enough:
+        voted_at = self._majority_at(open_round.voted_at)
+        if voted_at is None:
             return self._stands_still_at(silent)
-        voted_at = sorted(open_round.voted_at.values())[enough - 1]
-        taken_s = max(self._exchange_s, self._exchanged_s(voted_at))
-        allowed_s = max(config.stall_floor_s, config.stall_factor * taken_s)
+        allowed_s = self._allowed_s(voted_at)
         grew_at = max(session.grew_at for session in silent)
         awaited_until = max(voted_at + allowed_s, grew_at + config.stall_floor_s)
         return min(awaited_until, voted_at + config.vote_limit * allowed_s)
+
+    def _majority_at(self, voted_at: Mapping[PeerId, Instant]) -> Instant | None:
+        """When a majority of the members had voted, or one of two."""
+        num_members = len(self._roster.members())
+        enough = num_members // 2 + 1 if num_members > 2 else 1
+        return sorted(voted_at.values())[enough - 1] if len(voted_at) >= enough else None
+
+    def _allowed_s(self, majority_at: Instant) -> float:
+        """How much later than the majority a member may vote."""
+        taken_s = max(self._exchange_s, self._exchanged_s(majority_at))
+        return max(self._config.stall_floor_s, self._config.stall_factor * taken_s)
 
     def _stands_still_at(self, silent: Sequence[Session]) -> Instant | None:
         """When a round that all have handed in for stands still, since most members do not vote, or the only one.
@@ -118,6 +127,20 @@ class Closing:
         config, usual_s = self._config, self._exchange_s
         most_s = max(2.0 * usual_s, config.stall_floor_s / config.stall_factor)
         self._exchange_s = max(min(taken_s, most_s), 0.9 * usual_s)
+
+    def _put_out_the_last(self, late: Mapping[PeerRef, float]) -> None:
+        """Members that the majority waited for so long, and that voted in the end: their work counts, and they pause.
+
+        Otherwise one that votes just before it is given up would make every round as long as that.
+        """
+        members = {session.ref for session in self._roster.members()}
+        reasons = dict[PeerRef, str]()
+        for ref, waited_s in late.items():
+            pause_s = self._pauses.missed(ref, self._state.outer_step, self._turn.now, waited_s=waited_s)
+            if ref in members:
+                reasons[ref] = f"voted {waited_s:.0f} s after most others; stays out for {pause_s:.0f} s"
+        if len(members) - len(reasons) >= self._roster.quorum:
+            self._views.drop(reasons, counted_as="voted long after most others")
 
     def _drop_the_voteless(self) -> None:
         """The others have voted, or there are no others, and nobody waits longer for those that have not."""
@@ -221,7 +244,7 @@ class Closing:
         """All have voted. If what they saw of each other's parts does not fit, the round is tried again accordingly."""
         view = self._state.view
         members = [member.peer_id for member in view.members]
-        verdict = self._witnesses.judge(members, self._round.votes, self._round.weights)
+        verdict = self._witnesses.judge(members, self._round.votes, self._round.weights, self._state.reached)
         self._disputed = ()
         if verdict is None:
             return False
@@ -233,7 +256,9 @@ class Closing:
             self._views.strike({refs[peer_id]: reason for peer_id, reason in verdict.liars.items()})
         elif verdict.left_out:
             reasons = {refs[peer_id]: reason for peer_id, reason in verdict.left_out.items()}
-            self._views.drop(reasons, counted_as="one member finds its numbers too large")
+            for ref in reasons:
+                self._pauses.blamed(ref, self._state.outer_step)
+            self._views.drop(reasons, counted_as="it is at odds with one member about numbers that are too large")
         else:
             self._turn.counters["weights_disputed"] += 1
             pair = " and ".join(verdict.at_odds)
@@ -256,11 +281,12 @@ class Closing:
             disputed=tuple(roster.sessions[peer_id].ref for peer_id in agreed.deviants if peer_id in self._disputed),
         )
         self._witnesses.committed([session.ref.peer_id for session in members], self._round.votes)
+        majority_at, late = self._majority_at(self._round.settled_at), self._last_voters()
         self._turn.persist(record)
         self._round.committed()
         self._failures.committed()
         ready_at = [session.ready_at for session in members if session.ready_at is not None]
-        self._learn(self._exchanged_s(now))
+        self._learn(self._exchanged_s(now if majority_at is None else majority_at))
         self._grace.learn(ready_at, len(members) + len(state.excused), now)
         deviants = [session.ref for session in members if session.ref.peer_id in agreed.deviants]
         self._pauses.contributed(session.ref for session in members if session.ref not in deviants)
@@ -272,6 +298,17 @@ class Closing:
             self._news.expect(session)
         if not record.final:
             self._admission.at_boundary(deviants)
+            self._put_out_the_last(late)
+
+    def _last_voters(self) -> dict[PeerRef, float]:
+        """Who has voted later than allowed, and how long a majority waited for it."""
+        settled_at = self._round.settled_at
+        majority_at = self._majority_at(settled_at)
+        if majority_at is None:
+            return {}
+        waited_s = {self._roster.sessions[peer_id].ref: at - majority_at for peer_id, at in settled_at.items()}
+        allowed_s = self._allowed_s(majority_at)
+        return {ref: seconds for ref, seconds in waited_s.items() if seconds > allowed_s}
 
     def _contributions(self, members: Sequence[Session], deviants: Collection[PeerId]) -> tuple[CommittedPart, ...]:
         leases = self._state.leases

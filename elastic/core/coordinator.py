@@ -109,7 +109,7 @@ class CoordinatorMachine:
             open_round=open_round,
             pauses=pauses,
             admission=self._admission,
-            failures=Failures(config, turn, roster, views, open_round),
+            failures=Failures(config, turn, roster, views, open_round=open_round, pauses=pauses),
         )
         self._rollback = Rollback(
             *(config, turn, roster, news, views),

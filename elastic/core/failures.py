@@ -11,15 +11,17 @@ from collections.abc import Collection, Sequence
 
 from isthmus.collective.core.types import PeerId, PeerRef, View
 from isthmus.elastic.core.config import CoordinatorConfig
-from isthmus.elastic.core.edges import Edges
+from isthmus.elastic.core.edges import Edges, part
 from isthmus.elastic.core.exit_codes import UNREACHABLE
 from isthmus.elastic.core.messages import Refused
 from isthmus.elastic.core.open_round import OpenRound
+from isthmus.elastic.core.pauses import Pauses
 from isthmus.elastic.core.roster import Roster
 from isthmus.elastic.core.sessions import Session
 from isthmus.elastic.core.turn import Turn
 from isthmus.elastic.core.views import Views
 
+_MAX_LINKS = 1024
 MAX_CAUSES = 400
 """Characters of the members' reports that a reason quotes."""
 
@@ -28,18 +30,27 @@ class Failures:
     """Judges reports of failure, once those that follow the first one had time to come."""
 
     def __init__(
-        self, config: CoordinatorConfig, turn: Turn, roster: Roster, views: Views, open_round: OpenRound
+        self,
+        config: CoordinatorConfig,
+        turn: Turn,
+        roster: Roster,
+        views: Views,
+        *,
+        open_round: OpenRound,
+        pauses: Pauses,
     ) -> None:
         self._config, self._state, self._turn, self._roster = config, turn.state, turn, roster
-        self._views, self._round = views, open_round
+        self._views, self._round, self._pauses = views, open_round, pauses
         self._blame = Blame(open_round)
         self._retries = 0  # with unchanged members, since the last commit
         self._unreached: deque[PeerRef] = deque(maxlen=config.max_peers)
         """Peers that the members dropped before any commit held work of theirs."""
+        self._parted: set[PeerId] = set()  # newcomers that lost a link since the last commit
 
     def committed(self) -> None:
         """The outer step is made: the next one starts without a past."""
         self._retries = 0
+        self._parted.clear()
         self._blame.committed()
 
     def settle(self) -> None:
@@ -47,7 +58,7 @@ class Failures:
         roster, open_round, view = self._roster, self._round, self._state.view
         if open_round.judge_at is None or self._turn.now < open_round.judge_at:
             return
-        accused = open_round.accused(view)
+        accused = open_round.accused(view, tales=self._blame.tales)
         heard_before = self._turn.now - self._config.suspect_silence_s
         silent = [
             session.ref
@@ -62,14 +73,48 @@ class Failures:
         newcomers = self._blame.known(view) - self._state.reached.keys()
         blamed = self._blame.blamed(view, newcomers)
         are_alone = all(member.peer_id in newcomers for member in view.members)
+        parted = () if are_alone and self._retries == 0 else self._part(blamed, newcomers)
+        blamed = tuple(peer for peer in blamed if peer not in parted)
         gone = self._gone_without(blamed)
         is_about_newcomers = newcomers.issuperset(gone) and not are_alone
-        self._blame.remember(view)
         if not blamed or (not is_about_newcomers and (self._retries == 0 or not self._leaves_half(gone))):
-            self._retries += 1
+            self._retries += not parted
+            self._blame.remember(view)
             self._views.change(out={}, cause=f"round failed, one more try: {self._causes()}")
         else:
-            self._drop_blamed([roster.sessions[peer_id] for peer_id in blamed])
+            is_accused = self._accused_by_enough(blamed)
+            self._blame.remember(view, gone=blamed)
+            self._drop_blamed([roster.sessions[peer_id] for peer_id in blamed], is_accused)
+
+    def _part(self, blamed: Collection[PeerId], newcomers: Collection[PeerId]) -> list[PeerId]:
+        """Newcomers whose link with a single member is said to be broken keep their place, and lose that link.
+
+        One voice alone kept every joiner out. Not of two members: all others have spoken then.
+        """
+        view, sessions, members = self._state.view, self._roster.sessions, self._roster.members()
+        parted: list[PeerId] = []
+        for peer in blamed:
+            ends = self._blame.other_ends(view, peer)
+            if peer not in newcomers or len(ends) != 1 or len(members) < 3:
+                continue
+            (other,) = ends
+            if other in blamed or other not in sessions or not self._roster.is_member(sessions[other]):
+                continue
+            part(sessions[peer], sessions[other], self._turn.now)
+            self._parted.add(peer)
+            # Without a hub somebody would lose its place: then it is the newcomer.
+            if len(Edges(view).with_a_hub(members, self._state.reached)) == len(members):
+                parted.append(peer)
+        if parted:
+            self._turn.counters["parted"] += len(parted)
+        return parted
+
+    def _accused_by_enough(self, blamed: Collection[PeerId]) -> set[PeerId]:
+        """Those whose links with two members, or with all others, are said to be broken."""
+        view = self._state.view
+        present = {member.peer_id for member in view.members}
+        ends = {peer: self._blame.other_ends(view, peer) for peer in blamed}
+        return {peer for peer in blamed if len(ends[peer]) > 1 or (ends[peer] and ends[peer] >= present - {peer})}
 
     def _plans_without_a_survey(self) -> bool:
         """The members differ about the plan, which follows from what each told the others of its links.
@@ -88,19 +133,27 @@ class Failures:
         self._views.change(out={}, cause=f"{cause}: {self._causes()}")
         return True
 
-    def _drop_blamed(self, blamed: Sequence[Session]) -> None:
-        """The others go on without these. A newcomer that failed before is told why and sent home."""
+    def _drop_blamed(self, blamed: Sequence[Session], is_accused: Collection[PeerId]) -> None:
+        """The others go on without these. A newcomer that failed before is told why and sent home.
+
+        Args:
+            is_accused: whose own fault it is, as far as links can tell.
+        """
         last_words: dict[PeerRef, Refused] = {}
         for session in blamed:
             if session.ref.peer_id in self._state.reached:
                 continue  # it was reached once: its line is broken, its address is not wrong
-            if session.ref in self._unreached:
+            if session.ref.peer_id not in is_accused:
+                continue
+            if session.ref in self._unreached or session.ref.peer_id in self._parted:
                 reason = (
                     f"the members cannot exchange with {session.ref.peer_id} at {session.address or 'no address'} "
                     f"({self._causes()}): give it an address that all of them reach (--advertise) and open its port"
                 )
                 last_words[session.ref] = Refused(code=UNREACHABLE, reason=reason)
             self._unreached.append(session.ref)
+        for session in blamed:
+            self._pauses.blamed(session.ref, self._state.outer_step)
         self._turn.counters["blamed"] += len(blamed)
         reasons = {session.ref: "members could not finish the round with it" for session in blamed}
         self._views.drop(reasons, last_words)
@@ -131,14 +184,35 @@ class Blame:
     def __init__(self, open_round: OpenRound) -> None:
         self._round = open_round
         self._past_links: set[tuple[PeerId, PeerId]] = set()  # that were said to be broken since the last commit
+        self._went_last: dict[frozenset[PeerId], PeerId] = {}  # which end of a link, over all outer steps
+        self.tales: set[PeerId] = set()
+        """Both ends of all tales since the last commit whose teller was not heard. It may have been late, once."""
 
     def committed(self) -> None:
-        """The outer step is made: the next one starts without a past."""
+        """The outer step is made: the next one starts without a past, but for who went."""
         self._past_links.clear()
+        self.tales.clear()
 
-    def remember(self, view: View) -> None:
-        """The view is about to change for what was reported: it counts on until something is committed."""
+    def remember(self, view: View, gone: Collection[PeerId] = ()) -> None:
+        """The view is about to change for what was reported: it counts on until something is committed.
+
+        Args:
+            gone: who goes for it.
+        """
+        for accuser, peers in self._round.voices(view, self.tales).items():
+            for ends in (frozenset((accuser, peer)) for peer in peers):
+                for out in ends.intersection(gone):
+                    self._went_last.pop(ends, None)
+                    self._went_last[ends] = out
+        while len(self._went_last) > _MAX_LINKS:
+            del self._went_last[next(iter(self._went_last))]
         self._past_links |= {(accuser, peer) for accuser, peers in self._round.voices(view).items() for peer in peers}
+        self.tales.update(*self._round.unheard().items())
+
+    def other_ends(self, view: View, peer: PeerId) -> set[PeerId]:
+        """The other ends of its links that are said to be broken, now and since the last commit."""
+        now = {(accuser, other) for accuser, others in self._round.voices(view, self.tales).items() for other in others}
+        return {end for link in now | self._past_links if peer in link for end in link} - {peer}
 
     def known(self, view: View) -> set[PeerId]:
         """The members, and whoever was said to have a broken link since the last commit and is gone."""
@@ -150,17 +224,19 @@ class Blame:
         An accusation says that a link is broken, not whose fault it is: it counts against both of its ends. So a
         member that reaches nobody goes, however many it accuses, and not those who reach each other. What a newcomer
         says counts against itself alone: it has no commit yet, the others have. Between two ends with as many broken
-        links the accused one goes, then the newcomer, then the newest member. What was said since the last commit
-        counts on, also against members that are gone: nobody accuses one after the other out.
+        links the one goes that did not go the last time that theirs was broken, then the one that had the most broken
+        links before, then the accused one, the newcomer, the newest member. What was said since the last commit counts
+        on, also against members that are gone: nobody accuses one after the other out.
 
         Args:
             newcomers: whoever has no commit yet, of the `known` ones. One that was dropped is still a newcomer: without
                 that its word, and the next newcomer's, sent a proven member out (seed 101577).
         """
         present = [member.peer_id for member in view.members]
-        now = {frozenset((accuser, peer)) for accuser, peers in self._round.voices(view).items() for peer in peers}
+        voices = self._round.voices(view, self.tales)
+        now = {frozenset((accuser, peer)) for accuser, peers in voices.items() for peer in peers}
         links = now | {frozenset(link) for link in self._past_links}
-        accused = self._round.accused(view, newcomers)
+        accused = self._round.accused(view, newcomers, self.tales)
         blamed: list[PeerId] = []
         while True:
             rest = [peer for peer in present if peer not in blamed]
@@ -168,11 +244,15 @@ class Blame:
             if not broken and (blamed or not any(accused.values())):
                 return tuple(blamed)
 
-            def weight(peer: PeerId, rest: list[PeerId] = rest) -> tuple[int, int, bool, int]:
+            def weight(
+                peer: PeerId, rest: list[PeerId] = rest, broken: list[frozenset[PeerId]] = broken
+            ) -> tuple[int, bool, int, int, bool, int]:
                 others = [other for link in links if peer in link for other in link if other not in (peer, *blamed)]
                 if peer not in newcomers:
                     others = [other for other in others if other not in newcomers]
-                return len(others), accused[peer], peer in newcomers, rest.index(peer)
+                went_last = any(self._went_last.get(link) == peer for link in broken)
+                num_ever = len({other for link in {*links, *self._went_last} if peer in link for other in link})
+                return len(others), not went_last, num_ever, accused[peer], peer in newcomers, rest.index(peer)
 
             ends = [peer for peer in rest if any(peer in link for link in broken)]
             blamed.append(max(ends or [peer for peer in rest if accused[peer]], key=weight))

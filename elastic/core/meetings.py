@@ -20,7 +20,7 @@ from collections.abc import Iterable, Sequence
 
 from isthmus.collective.core.types import Instant, PeerRef
 from isthmus.elastic.core.config import CoordinatorConfig
-from isthmus.elastic.core.edges import Edges, have_met
+from isthmus.elastic.core.edges import Edges, are_parted, have_met
 from isthmus.elastic.core.exit_codes import UNREACHABLE
 from isthmus.elastic.core.messages import Meet, Met, Refused
 from isthmus.elastic.core.pauses import Pauses
@@ -62,6 +62,7 @@ class Meetings:
         A link that one side has made may have ended since with the other's view: whoever dials must dial again.
         """
         roster, now = self._roster, self._turn.now
+        session.rejoin(now)
         if now < session.asked_at + self._config.meet_interval_s:
             return
         missing = [other for other in self._wanted(session) if not have_met(session, other)]
@@ -69,6 +70,7 @@ class Meetings:
             session.asked_again_at = now
             edges, others = Edges(self._state.view), (item for item in roster.members() if item is not session)
             missing += [other for other in others if not edges.between(session, other)]
+        missing = [other for other in missing if not are_parted(session, other)]
         if not missing:
             return
         session.asked_at = now
@@ -98,7 +100,9 @@ class Meetings:
     def _is_apart(self, one: Session, other: Session) -> bool:
         """Whether nobody expects any more that the two get a link."""
         both_tried = other.ref in one.unmet and one.ref in other.unmet
-        return both_tried or _asked_at(one, other) + self._config.meet_timeout_s <= self._turn.now
+        if both_tried or are_parted(one, other):
+            return True
+        return _asked_at(one, other) + self._config.meet_timeout_s <= self._turn.now
 
     def send_home(self) -> None:
         """Learners whose time is over hear why. Who is excused goes at a boundary: see `unreached`."""
@@ -191,7 +195,8 @@ class Meetings:
     def _due_at(self, session: Session) -> Instant:
         if session.ref.peer_id in self._state.reached or session.disconnected:
             return _NEVER
-        asked_at = min((_asked_at(session, other) for other in self._lacking(session)), default=_NEVER)
+        lacking = [other for other in self._lacking(session) if not are_parted(session, other)]  # for those it waits
+        asked_at = min((_asked_at(session, other) for other in lacking), default=_NEVER)
         return asked_at + self._config.meet_timeout_s
 
     def _reason(self, session: Session, lacking: Sequence[Session]) -> str:

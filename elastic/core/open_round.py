@@ -7,9 +7,10 @@ commit, and the deviants re-sync. Neither: once more in another epoch. Only coun
 closing.py and failures.py.
 """
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
+from isthmus.collective.core.apart import are_apart
 from isthmus.collective.core.types import Instant, OuterStep, PeerId, RoundKey, View
 from isthmus.elastic.core.config import CoordinatorConfig
 from isthmus.elastic.core.grace import Grace
@@ -42,6 +43,8 @@ class OpenRound:
         self.grace = Grace(config)
         self.votes: dict[PeerId, Vote] = {}
         self.voted_at: dict[PeerId, Instant] = {}
+        self.settled_at: dict[PeerId, Instant] = {}
+        """When each said for the first time what its vote says now. A vote may be given early, and changed."""
         self.reports: dict[PeerId, RoundFailed] = {}
         self.judge_at: Instant | None = None
         self.began_at: Instant = 0.0
@@ -73,6 +76,7 @@ class OpenRound:
     def _void(self) -> None:
         self.votes.clear()
         self.voted_at.clear()
+        self.settled_at.clear()
         self.reports.clear()
         self.judge_at = None
 
@@ -90,6 +94,8 @@ class OpenRound:
         """Note a vote. Refused from who has reported that it cannot finish: its staged result is gone."""
         if peer_id in self.reports:
             return False
+        if self.votes.get(peer_id) != vote:
+            self.settled_at[peer_id] = now
         self.votes[peer_id] = vote
         self.voted_at.setdefault(peer_id, now)
         return True
@@ -98,6 +104,7 @@ class OpenRound:
         """Note a failure. The first one opens the window in which the others are awaited."""
         self.votes.pop(peer_id, None)
         self.voted_at.pop(peer_id, None)
+        self.settled_at.pop(peer_id, None)
         self.reports[peer_id] = report
         if self.judge_at is None:
             self.judge_at = now + self._config.report_window_s
@@ -105,6 +112,7 @@ class OpenRound:
     def forgive(self, now: Instant) -> None:
         """The coordinator itself did not run: the others' words may lie unread, and are awaited anew."""
         self.voted_at = dict.fromkeys(self.voted_at, now)
+        self.settled_at = dict.fromkeys(self.settled_at, now)
         if self.judge_at is not None:
             self.judge_at = now + self._config.report_window_s
         self.grace.interrupted(now)
@@ -131,19 +139,56 @@ class OpenRound:
         deviants = tuple(member.peer_id for member in view.members if member.peer_id not in winners)
         return Agreed(key=key, digest=digest, deviants=deviants)
 
-    def accused(self, view: View, newcomers: Collection[PeerId] = ()) -> dict[PeerId, int]:
+    def accused(
+        self, view: View, newcomers: Collection[PeerId] = (), tales: Collection[PeerId] = ()
+    ) -> dict[PeerId, int]:
         """How many members point at each, newcomers at newcomers only. Whoever names no other accuses itself."""
         result = dict.fromkeys((member.peer_id for member in view.members), 0)
-        for accuser, suspects in self.voices(view).items():
+        for accuser, suspects in self.voices(view, tales).items():
             for peer in suspects or [accuser]:
                 result[peer] += accuser not in newcomers or peer in newcomers
         return result
 
-    def voices(self, view: View) -> dict[PeerId, list[PeerId]]:
-        """Whom each member accuses. What it was told is no voice: the member that said it has a report of its own."""
-        present = {member.peer_id for member in view.members}
-        return {
-            accuser: [peer for peer in dict.fromkeys(report.suspects) if peer in present and peer != accuser]
+    def voices(self, view: View, tales: Collection[PeerId] = ()) -> dict[PeerId, list[PeerId]]:
+        """Whom each member accuses. What it was told is no voice: the member that said it has a report of its own.
+
+        Nobody can accuse a member that it has no link with.
+
+        Args:
+            tales: whose `unheard` tales are voices all the same: against the one that is said to have told them.
+        """
+        ranks = {member.peer_id: rank for rank, member in enumerate(view.members)}
+        apart = frozenset(view.apart)
+        named = {
+            accuser: tuple(dict.fromkeys(report.suspects))
             for accuser, report in self.reports.items()
             if report.told_by is None
         }
+        named |= {
+            accuser: (teller,) for accuser, teller in self.unheard().items() if accuser in tales or teller in tales
+        }
+        return {
+            accuser: [
+                peer
+                for peer in suspects
+                if peer in ranks and peer != accuser and not are_apart(apart, ranks[accuser], ranks[peer])
+            ]
+            for accuser, suspects in named.items()
+        }
+
+    def unheard(self) -> dict[PeerId, PeerId]:
+        """Members that say who told them to give up, where the teller has not said so itself; each with its teller.
+
+        Its word is late, or their link does not work, or one of the two lies.
+        """
+        tellers = {accuser: report.told_by for accuser, report in self.reports.items() if report.told_by is not None}
+        return {accuser: teller for accuser, teller in tellers.items() if not self._is_told_on(accuser, tellers)}
+
+    def _is_told_on(self, listener: PeerId, tellers: Mapping[PeerId, PeerId]) -> bool:
+        """Whether the teller has a report of its own, or was told itself, by others than this listener."""
+        row = [listener]
+        while (teller := tellers.get(row[-1])) is not None:
+            if teller in row:
+                return teller != listener
+            row.append(teller)
+        return row[-1] in self.reports or len(row) > 2  # else whoever comes before the last one names it

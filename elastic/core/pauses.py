@@ -8,15 +8,22 @@ itself, and whether it comes back as an excused peer or as a learner. A wait tha
 for a vote that does not come, is followed by a pause nine times as long as it was: with the doubling alone a peer that
 never voted took nearly all of the others' time for minutes. A new start of the peer begins anew, since that is how an
 operator mends it. Pure; knows neither why somebody was late nor who is a member.
+
+Who was put out because a round could not be finished with it may be an honest victim: of a cut line, or of who accuses
+it. The first time it may come back at the next boundary; from the second time on its pause doubles. Work in a commit
+does not end that, or one who fails every other round would never pause. Every 64 commits without blame take one time
+back.
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from isthmus.collective.core.types import Instant, OuterStep, PeerId, PeerRef
 
 LONGEST = 1024
 """Commits."""
+FORGIVEN = 64
+"""So many commits without blame make up for one time."""
 _SHARE = 0.1
 """Of the others' time that waits for one peer may take."""
 
@@ -29,6 +36,14 @@ class _Pause:
     until: Instant
 
 
+@dataclass(frozen=True, slots=True)
+class _Blame:
+    ref: PeerRef
+    times: int
+    since_step: int
+    until_step: int
+
+
 class Pauses:
     """Who may not be a member yet.
 
@@ -39,6 +54,7 @@ class Pauses:
     def __init__(self, max_peers: int) -> None:
         self._max_peers = max_peers
         self._pauses: dict[PeerId, _Pause] = {}
+        self._blamed: dict[PeerId, _Blame] = {}
 
     def missed(self, ref: PeerRef, outer_step: OuterStep, now: Instant, *, waited_s: float = 0.0) -> float:
         """The others waited for it in vain, for a round that starts from this committed step.
@@ -54,16 +70,39 @@ class Pauses:
         num_commits = min(LONGEST, 2 * before.num_commits) if before is not None and again else 1
         seconds = waited_s * (1.0 - _SHARE) / _SHARE
         self._pauses[ref.peer_id] = _Pause(ref, num_commits, outer_step + num_commits, now + seconds)
-        if len(self._pauses) > self._max_peers:
-            del self._pauses[next(iter(self._pauses))]
+        self._forget()
         return seconds
+
+    def blamed(self, ref: PeerRef, outer_step: OuterStep) -> int:
+        """It goes, since a round from this committed step could not be finished with it.
+
+        Returns:
+            For how many commits it stays out. One: it may be a member again at the next boundary.
+        """
+        before = self._blamed.pop(ref.peer_id, None)
+        times = 1
+        if before is not None and before.ref == ref:
+            times += max(0, before.times - (outer_step - before.since_step) // FORGIVEN)
+        num_commits = min(LONGEST, 1 << min(times - 1, LONGEST.bit_length()))
+        self._blamed[ref.peer_id] = _Blame(ref, times, outer_step, outer_step + num_commits)
+        self._forget()
+        return num_commits
+
+    def _forget(self) -> None:
+        for known in (self._pauses, self._blamed):
+            if len(known) > self._max_peers:
+                del known[next(iter(known))]
 
     def contributed(self, refs: Iterable[PeerRef]) -> None:
         """A commit holds work of these."""
         for ref in refs:
             self._pauses.pop(ref.peer_id, None)
+            if (blame := self._blamed.get(ref.peer_id)) is not None:
+                self._blamed[ref.peer_id] = replace(blame, until_step=0)
 
     def is_over(self, ref: PeerRef, outer_step: OuterStep, now: Instant) -> bool:
         """Whether it may be a member now, of a view that starts from this committed step."""
-        pause = self._pauses.get(ref.peer_id)
+        pause, blame = self._pauses.get(ref.peer_id), self._blamed.get(ref.peer_id)
+        if blame is not None and blame.ref == ref and outer_step < blame.until_step:
+            return False
         return pause is None or pause.ref != ref or (outer_step >= pause.until_step and now >= pause.until)

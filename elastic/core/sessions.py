@@ -58,6 +58,10 @@ class Session:
     """With whom it says that it has a link; see meetings.py."""
     unmet: dict[PeerRef, str] = field(default_factory=dict)
     """With whom it tried in vain, and why."""
+    parted: dict[PeerRef, Instant] = field(default_factory=dict)
+    """From whom it was parted, and until when: whatever they say, they have no link."""
+    parted_s: dict[PeerRef, float] = field(default_factory=dict)
+    """For how long the last time."""
     asked_at: Instant = float("-inf")
     """When it was last asked to meet others."""
     asked_again_at: Instant = float("-inf")
@@ -82,6 +86,15 @@ class Session:
     def comes_back(self) -> bool:
         """Whether it may be a member (again): an excused peer that stands still would only be late once more."""
         return self.excused_in is None or self.has_worked
+
+    def part(self, other: PeerRef, now: Instant, first_s: float) -> None:
+        """A round could not be finished over this link: each time it is out of use for twice as long."""
+        self.parted_s[other] = seconds = 2.0 * self.parted_s.get(other, 0.5 * first_s)
+        self.parted[other] = now + seconds
+
+    def rejoin(self, now: Instant) -> None:
+        """Links whose time is over may be used again."""
+        self.parted = {other: until for other, until in self.parted.items() if until > now}
 
     def hands_in(self, now: Instant) -> None:
         """Its payload of the round in progress is ready."""

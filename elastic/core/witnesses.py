@@ -13,7 +13,8 @@ nothing:
 * Of one pair that is at odds about a sum that one has given to the other the votes decide, as ever; but to be overruled
   is then no strike.
 * Of one pair that is at odds about a size the part is left out: to count it may ruin the state. Its sender goes without
-  being called a liar, once. Who points at a second one next time is at odds with two.
+  being called a liar. Who points at a second one next time is at odds with two. If it points at the same one again, it
+  goes itself, and so on by turns. Of two members alone the newer one goes, whoever points: there is no third.
 
 A part is too large if its numbers are more than `limit` times as large as is usual for the others, as each member saw
 them. Differences grow no faster than the work behind them, so who has done more may send more, in proportion, up to
@@ -28,11 +29,13 @@ import statistics
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 
 from isthmus.collective.core.types import HUGE, PeerId
 from isthmus.elastic.core.messages import Vote
 
 _MAX_LINKS = 1024
+_NO_HISTORY: Mapping[PeerId, int] = MappingProxyType({})
 _ROUNDS_KNOWN = 5
 _WHILE_UNKNOWN = 10.0
 """How many times wider the limit is before the first commit, and after a restart of the coordinator."""
@@ -72,16 +75,24 @@ class Witnesses:
     def __init__(self, limit: float) -> None:
         self._limit = limit
         self._at_odds: deque[frozenset[PeerId]] = deque(maxlen=_MAX_LINKS)  # pairs, over all rounds
+        self._went: dict[frozenset[PeerId], PeerId] = {}  # which of a pair at odds about a size, the last time
         self._usual: deque[float] = deque(maxlen=_ROUNDS_KNOWN)
         self._own: deque[dict[PeerId, float]] = deque(maxlen=_OWN_ROUNDS)  # the largest that was in range, by commit
 
-    def judge(self, members: Sequence[PeerId], votes: Mapping[PeerId, Vote], told: tuple[float, ...]) -> Verdict | None:
+    def judge(
+        self,
+        members: Sequence[PeerId],
+        votes: Mapping[PeerId, Vote],
+        told: tuple[float, ...],
+        since: Mapping[PeerId, int] = _NO_HISTORY,
+    ) -> Verdict | None:
         """What the votes of all members say of their parts; None: nothing against anybody.
 
         Args:
             members: by rank.
             votes: one of each.
             told: what the coordinator has said that the parts weigh, by rank; empty if it has left it to the members.
+            since: from which outer step on commits hold work of a member; those without are the newest.
         """
         ballots = [votes[member] for member in members]
         if not any(ballot.weights for ballot in ballots):
@@ -89,7 +100,7 @@ class Witnesses:
         return (
             self._judge_words(members, ballots, told)
             or self._judge_weights(members, ballots)
-            or self._judge_sizes(members, ballots)
+            or self._judge_sizes(members, ballots, since)
             or self._judge_results(members, ballots)
         )
 
@@ -150,7 +161,9 @@ class Witnesses:
             return Verdict(liars=dict.fromkeys(liars, "says different weights to different members, or claims so"))
         return Verdict(weights=declared, at_odds=points[0])
 
-    def _judge_sizes(self, members: Sequence[PeerId], ballots: list[Vote]) -> Verdict | None:
+    def _judge_sizes(
+        self, members: Sequence[PeerId], ballots: list[Vote], since: Mapping[PeerId, int]
+    ) -> Verdict | None:
         weights = [ballot.weight for ballot in ballots]
         points: list[tuple[PeerId, PeerId]] = []
         factors: dict[PeerId, float] = {}
@@ -170,9 +183,26 @@ class Witnesses:
                 for liar in liars
             }
             return Verdict(liars=sent)
-        # Of two that point at each other the newer one goes.
-        last = max((other for _, other in points), key=members.index)
-        return Verdict(left_out={last: f"its numbers are said to be {factors[last]:.3g} times as large as the others'"})
+        goes, pointed_at = self._who_goes(members, points, since)
+        if goes == pointed_at:
+            reason = f"its numbers are said to be {factors[goes]:.3g} times as large as the others'"
+        else:
+            reason = f"says alone, and not for the first time or of its only partner, that {pointed_at} sends too much"
+        return Verdict(left_out={goes: reason})
+
+    def _who_goes(
+        self, members: Sequence[PeerId], points: Sequence[tuple[PeerId, PeerId]], since: Mapping[PeerId, int]
+    ) -> tuple[PeerId, PeerId]:
+        """Of one pair at odds about a size, and at whom is pointed: of two that point at each other the newer one."""
+        accuser, pointed_at = max(points, key=lambda point: members.index(point[1]))
+        pair, never = frozenset((accuser, pointed_at)), max(since.values(), default=0) + 1
+        if len(members) == 2:
+            return max(members, key=lambda peer: (since.get(peer, never), members.index(peer))), pointed_at
+        goes = accuser if self._went.pop(pair, None) == pointed_at else pointed_at
+        self._went[pair] = goes
+        if len(self._went) > _MAX_LINKS:
+            del self._went[next(iter(self._went))]
+        return goes, pointed_at
 
     def _judge_results(self, members: Sequence[PeerId], ballots: list[Vote]) -> Verdict | None:
         """Where results differ, somebody may have given different ones of its own sums to different members."""

@@ -191,9 +191,9 @@ class RunningExchange:
     def _failed(self, key: RoundKey, error: CollectiveError) -> None:
         if key != self._void:
             suspects, cause = _suspects(error), str(error)
-            told_by = error.told_by if isinstance(error, OperationAborted) else None
+            told_by = error.told_by if isinstance(error, OperationAborted | PlanMismatch) else None
             self._observe(told.RoundBroke(**told.round_fields(key), suspects=suspects, cause=cause))
-            differs = isinstance(error, PlanMismatch)
+            differs = isinstance(error, PlanMismatch) and told_by is None
             self._done(ExchangeFailed(key=key, suspects=suspects, cause=cause, told_by=told_by, differs=differs))
 
 

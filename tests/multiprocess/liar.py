@@ -15,6 +15,7 @@
     leased       it asks for 2^31 samples at once, claims to have used up 2^20 a round, or all it gets, and sends noise
     unsigned     it signs something else than what it votes for
     mute         it keeps its votes to itself while there is a file `mute` in its folder
+    told         while there is a file `mute` in its folder it says instead of a vote that somebody told it to give up
     certificate  it joins with a certificate of step 1,000,001, made with all that a member has
 
 Not a test. Nothing else of it is changed: it joins, leases, exchanges and votes like any other.
@@ -131,6 +132,22 @@ def forged(me: Any, sign: Any) -> Any:
     )
 
 
+def _say_that_it_was_told(while_there: Path) -> None:
+    """Report every round of its own as one that it gave up since it was told to."""
+    from isthmus.elastic.core.local_round import LocalRound
+    from isthmus.elastic.core.messages import RoundFailed, Vote
+
+    report = LocalRound.report
+
+    def was_told(self: LocalRound) -> Vote | RoundFailed | None:
+        said = report(self)
+        if said is None or not while_there.exists():
+            return said
+        return RoundFailed(key=said.key, suspects=(), cause="was told to", told_by=self._me.peer_id)
+
+    LocalRound.report = was_told  # type: ignore[method-assign]
+
+
 def lie(kind: str) -> None:
     """Run the command that the rest of the command line gives."""
     import msgspec
@@ -224,6 +241,8 @@ def lie(kind: str) -> None:
         CodedBuffers.finish = falsify  # type: ignore[method-assign]
     if kind == "mute":
         keep_votes_while(Path(sys.argv[sys.argv.index("--dir") + 1]) / MUTE)
+    if kind == "told":
+        _say_that_it_was_told(Path(sys.argv[sys.argv.index("--dir") + 1]) / MUTE)
     if kind == "digest":
         exchange = OuterStepRunner.exchange
 

@@ -203,6 +203,27 @@ def test_a_member_that_does_not_sign_what_it_votes_for_is_put_out(tmp_path: Path
         assert_put_out(run, honest, liar, "has not signed what it votes for")
 
 
+def test_a_member_that_always_says_it_was_told_to_give_up_is_out_for_longer_and_longer_while_commits_go_on(
+    tmp_path: Path,
+) -> None:
+    with running(tmp_path) as run:
+        honest, liar = three_honest_and(run, "told")
+        run.until("the liar's work", lambda: bool(liar.commits()))
+        (liar.directory / "mute").touch()
+        for _ in range(3):
+            num_out = len(put_out(honest[0], liar))
+            run.until("it to be out", lambda num_out=num_out: len(put_out(honest[0], liar)) > num_out)
+            run.until_step(honest[0].step + 5, *honest)
+        assert not any(peer.events("learner") for peer in honest), "no honest member was put out"
+        run.leave_all()
+    assert_same_commits(*honest)
+
+
+def put_out(founder: Process, peer: Process) -> list[str]:
+    causes = [event["cause"] for event in founder.events("view_decided")]
+    return [cause for cause in causes if f"{peer.peer_id} dropped: members could not finish" in cause]
+
+
 def test_a_member_that_tells_others_different_links_costs_a_round_now_and_then_and_sends_nobody_home(
     tmp_path: Path,
 ) -> None:

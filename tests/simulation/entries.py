@@ -2,7 +2,8 @@
 """I5: who comes in, and when.
 
 Whoever becomes a member has links with all others, as both ends have said, but for the pairs that the view names: these
-have tried in vain, or have been asked to for long, and had no link in the view before. Whom the others waited for in
+have tried in vain, or have been asked to for long, and had no link in the view before, or one of them could not finish
+a round over it. Whom the others waited for in
 vain several times in a row stays out for twice as many commits each time. A run that went back begins with all who hold
 its state.
 """
@@ -20,6 +21,7 @@ from isthmus.elastic.core.messages import (
     PeerMessage,
     Rebuilt,
     Refused,
+    RoundFailed,
     Welcome,
 )
 from isthmus.elastic.core.records import CommitRecord, RebuildRecord, RollbackRecord, ViewRecord
@@ -45,6 +47,7 @@ class Entries:
         self._meet_s = meet_s
         self._met: set[tuple[PeerRef, PeerRef]] = set()  # as the first one says
         self._unmet: set[tuple[PeerRef, PeerRef]] = set()  # likewise, at any time
+        self._accused: set[frozenset[PeerId]] = set()  # one could not finish a round for the other, at any time
         self._asked: dict[tuple[PeerRef, PeerRef], float] = {}  # when the first one was asked to meet the other
         self._apart: set[frozenset[PeerRef]] = set()  # had no link in some view
         self._together: set[frozenset[PeerRef]] = set()  # were in one view
@@ -76,6 +79,9 @@ class Entries:
             case Met():
                 self._met |= {(sender, peer) for peer in message.peers}
                 self._unmet |= {(sender, item.ref) for item in message.unmet}
+            case RoundFailed(told_by=told_by, suspects=suspects):
+                named = suspects if told_by is None else (*suspects, told_by)
+                self._accused |= {frozenset((sender.peer_id, peer)) for peer in named}
             case Leave():
                 self._leaving.add(sender)
                 if self._awaited is not None:
@@ -105,7 +111,11 @@ class Entries:
         for other in others.intersection(connected) - {to} - named - self._leaving:
             is_one_sided = (to, other) in self._met and (other, to) not in self._met
             is_known = frozenset((to, other)) in self._together
+            is_known |= self._is_accused(to, other)
             demand(not is_one_sided or is_known, "I5", "{} is not asked to meet {} again", to, other)
+
+    def _is_accused(self, one: PeerRef, other: PeerRef) -> bool:
+        return frozenset((one.peer_id, other.peer_id)) in self._accused
 
     def committed(self, record: CommitRecord) -> None:
         self._num_commits += 1
@@ -158,6 +168,8 @@ class Entries:
             both = (one, other) in self._unmet and (other, one) in self._unmet
             asked_at = [self._asked.get(pair, now) for pair in ((one, other), (other, one))]
             has_tried = both or now >= max(asked_at) + self._meet_s - LOOKS_EVERY_S
+            if self._is_accused(one, other):
+                continue
             names = f"{name(one)} and {name(other)}"
             demand(has_tried, "I5", f"{names} have no link in a view, and have not tried")
             demand(

@@ -181,7 +181,8 @@ class Options:
     are far too large; another weight to each of the others, or to one of them; that one of them has told it another
     weight; another digest than it has staged; another sum to half of the others; a false sum to all of them. In seeds
     with few faults also: another weight of its own part; that it cannot finish, before it votes; that one after the
-    other cannot be reached; a vote with a signature that it has not made for it."""
+    other has told it to give up; that one after the other cannot be reached; a vote with a signature
+    that it has not made for it."""
     hoards: bool = False
     """The last peer asks for all samples whenever it asks for any."""
     # - Bound
@@ -194,7 +195,7 @@ class Options:
 
         They are drawn apart from what happens: the same options given by hand make the same history.
         """
-        return cls.plain_of_seed(seed)._with_false_sums(seed)._with_method(seed)._and_rare(seed)
+        return cls.plain_of_seed(seed)._with_false_sums(seed)._with_tales(seed)._with_method(seed)._and_rare(seed)
 
     @classmethod
     def plain_of_seed(cls, seed: int) -> "Options":
@@ -274,6 +275,12 @@ class Options:
         if self.lie != "size" or random.Random(f"false sums of {seed}").random() < 0.5:
             return self
         return self.with_(lie="false_sum", plan="butterfly")
+
+    def _with_tales(self, seed: int) -> "Options":
+        """Half of those who say that they cannot finish say that another member has told them so; drawn apart."""
+        if self.lie != "recants" or random.Random(f"tales of {seed}").random() < 0.5:
+            return self
+        return self.with_(lie="tells")
 
     def _and_more(self, seed: int) -> "Options":
         """Those faults, drawn apart: a seed that draws none of them keeps its history."""

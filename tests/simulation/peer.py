@@ -350,10 +350,12 @@ class PeerNode(Process):
         weights = self.exchange.seen_weights()
         marks = self.exchange.marks()
         is_known = self.sim.checkers.history.was_in_a_commit(self.peer_id)  # what a newcomer says would harm nobody
-        if is_known and self.sim.lie_of(self.peer_id) in ("recants", "accuses"):
+        if is_known and self.sim.lie_of(self.peer_id) in ("recants", "accuses", "tells"):
             others = [member.peer_id for member in self.exchange.view.members if member.peer_id != self.peer_id]
-            suspects = () if self.sim.options.lie == "recants" or not others else (others[key.epoch % len(others)],)
-            said = RoundFailed(key=key, suspects=suspects, cause="says so, and votes")
+            other, lie = others[key.epoch % len(others)] if others else None, self.sim.options.lie
+            suspects = () if lie != "accuses" or other is None else (other,)
+            told_by = other if lie == "tells" else None
+            said = RoundFailed(key=key, suspects=suspects, cause="says so, and votes", told_by=told_by)
             self.sim.control.send_to_coordinator(self, said)
         done = ExchangeDone(key=key, digest=made.held.digest, weights=weights, sizes=sizes, results=marks)
         self.later(0.001, "absorbed", self.feed, done)

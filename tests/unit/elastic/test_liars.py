@@ -275,6 +275,37 @@ def test_a_part_that_one_member_finds_too_large_is_left_out_but_one_voice_is_no_
     assert driver.is_struck(1)
 
 
+def test_who_finds_the_same_members_part_too_large_again_goes_itself_by_turns_and_stays_out_for_longer() -> None:
+    driver = Members().with_veterans(1, 2, 3, 4)
+    assert isinstance(driver, Members)
+    out, pauses = [], []
+    for _ in range(6):
+        for number in (1, 2, 3, 4):
+            driver.votes(number, sizes={1: 1e6} if number == 4 else None)
+        assert len(driver.member_numbers()) == 3
+        assert not driver.is_struck(1)
+        (gone,) = {1, 2, 3, 4}.difference(driver.member_numbers())
+        num_commits = 0
+        while gone not in driver.member_numbers():
+            driver.join(gone, driver.machine.state.committed, epoch=driver.machine.state.epoch)
+            driver.all_vote_but()
+            num_commits += 1
+        out.append(gone)
+        pauses.append(num_commits)
+    assert out == [1, 4, 1, 4, 1, 4]
+    assert pauses == [1, 1, 2, 2, 4, 4]
+
+
+@pytest.mark.parametrize(("accuser", "accused"), [(1, 2), (2, 1)])
+def test_of_two_members_the_newer_one_goes_whoever_finds_the_others_part_too_large(accuser: int, accused: int) -> None:
+    driver = Members()
+    driver.with_members(1, 2)
+    for number in (1, 2):
+        driver.votes(number, sizes={accused: 1e6} if number == accuser else None)
+    assert driver.member_numbers() == [1]
+    assert not driver.is_struck(2)
+
+
 def test_who_has_done_more_may_send_more_in_proportion_and_a_fresh_member_less() -> None:
     driver = members(1, 2, 3)
     step = driver.step

@@ -127,6 +127,19 @@ async def test_failed_exchange_names_its_suspects(error, suspects):
     assert (event.key, event.suspects) == (KEY, suspects)
 
 
+@pytest.mark.parametrize(
+    "error",
+    [OperationAborted(KEY, "gave up", told_by=peer_id(2)), PlanMismatch("plan", "a", "b", peer_id(3), peer_id(2))],
+)
+async def test_what_another_member_says_of_a_third_one_is_reported_as_told(error):
+    async with asyncio.TaskGroup() as tasks:
+        watched = Watched(tasks)
+        watched.rounds.start(START)
+        watched.runner.outcome.set_exception(error)
+    (event,) = watched.events
+    assert (event.told_by, event.differs) == (peer_id(2), False)
+
+
 async def test_aborted_exchange_stays_silent_and_its_staging_is_forgotten_after_it_stopped():
     async with asyncio.TaskGroup() as tasks:
         watched = Watched(tasks)
