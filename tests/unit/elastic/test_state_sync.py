@@ -579,6 +579,50 @@ async def test_one_peer_cannot_take_the_places_of_all_learners(replica, hasher):
             channel.close()
 
 
+@pytest.mark.parametrize(("num_peers", "num_each"), [(2, 4), (4, 2), (8, 1)])
+async def test_connections_that_ask_nothing_make_way_for_one_that_does(
+    replica, hasher, monkeypatch, num_peers, num_each
+):
+    # Found before: two keys with four idle connections each took all places of a donor.
+    donor = DonorPeer.at_step(1, hasher, 1)
+    if num_each <= 2:  # an honest learner's number: only its idleness tells
+        monkeypatch.setattr("isthmus.elastic.donor.donor._IDLE_S", 0.0)
+    async with _serving(donor) as (member,):
+        idle = [await dial_state(member, number=50 + number) for number in range(num_peers) for _ in range(num_each)]
+        await until(lambda: donor.donor.num_connections == 8)
+        sync = _sync(replica, hasher)
+        sync.aim(donor.held, [member])
+        assert await sync.run() == donor.held
+        assert donor.donor.num_connections <= 8
+        for channel in idle:
+            channel.close()
+    assert donor.replica.num_pins == 0
+
+
+async def test_a_connection_whose_question_is_being_answered_keeps_its_place(replica, hasher, monkeypatch):
+    monkeypatch.setattr("isthmus.elastic.donor.donor._IDLE_S", 0.0)
+    donor, asked, may_answer = DonorPeer.at_step(1, hasher, 1), asyncio.Event(), asyncio.Event()
+    donor.donor._max_connections = 1
+
+    async def hold(_channel, frame_type, payload, _chunk):
+        if frame_type is FrameType.STATE_HEADER:
+            asked.set()
+            await may_answer.wait()
+        return payload
+
+    tampered(donor, hold)
+    async with _serving(donor) as (member,):
+        first = await _asking(member, encode(ManifestRequest()))
+        await asked.wait()
+        sync = _sync(replica, hasher)
+        sync.aim(donor.held, [member])
+        with pytest.raises(NoDonor, match="as many learners as it may"):
+            await sync.run()
+        may_answer.set()
+        assert (await first.receive(timeout_s=5.0)).type is FrameType.STATE_HEADER
+        first.close()
+
+
 async def test_idle_learner_is_cut_off(hasher):
     donor = DonorPeer.at_step(1, hasher, 1)
     donor.donor._idle_timeout_s = 0.1
