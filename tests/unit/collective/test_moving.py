@@ -211,3 +211,13 @@ async def test_at_the_deadline_only_who_has_not_come_is_named_and_not_who_waits_
     for error in ended:
         assert isinstance(error, OperationAborted)
         assert error.suspects == (missing,)
+
+
+@pytest.mark.parametrize("cap", ["max_upload", "max_download"])
+@pytest.mark.parametrize("plan", ["butterfly", "ring"])
+async def test_a_slow_line_moves_in_either_direction_however_long_a_chunk_takes(sites_running, outcomes, cap, plan):
+    patience = Patience(stall=StallLimits(floor_s=1.4, chunk_times=0.0), round_s=30.0)
+    options = BulkOptions(patience=patience, sockets=QUICK.sockets, **{cap: 80e3})
+    async with sites_running(3, options=options) as sites:
+        ended = await outcomes([site.mean(torch.ones(50_000), plan=plan) for site in sites])  # 3 s and more
+    assert not [error for error in ended if isinstance(error, Exception)]
