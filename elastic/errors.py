@@ -117,6 +117,15 @@ class ManifestInvalid(DonorFault):
         self.reason = reason
 
 
+class StateUnknown(DonorFault):
+    """A donor offers a state that the coordinator has not named, or of whose step it has named another one."""
+
+    def __init__(self, outer_step: int, digest: bytes) -> None:
+        super().__init__(f"the coordinator has not named the state {digest.hex()[:16]} of step {outer_step}")
+        self.outer_step = outer_step
+        self.digest = digest
+
+
 class StateDiverged(DonorFault):
     """Applying a recorded commit gave another digest than the committed one."""
 

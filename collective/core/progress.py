@@ -4,8 +4,8 @@
 Three questions. Is its host there: what we send, signs of life too, is acknowledged by its kernel, also while its
 process computes or hangs; so whoever is cut off is found, whatever it was at. The other two are for members in the
 round. Is it there: they send signs of life, so one from which nothing at all comes is gone or hung. Does it move: where
-it owes what depends on nobody else, or has not taken what we sent, bytes of the round must get through, and signs of
-life do not count. (What else it owes may depend on a third one.) Only time in which it owed counts: two that have
+it owes what depends on nobody else, or has not taken what we sent, chunks that a round needs must get through, and
+nothing else counts. (What else it owes may depend on a third one.) Only time in which it owed counts: two that have
 waited for a third one have moved nothing for long, and then owe each other a chunk at once.
 
 Rules: whether a member that has not opened the round still computes or hangs is not ours to judge. The limit follows
@@ -53,7 +53,7 @@ class ProgressWatch:
 
         Args:
             heard: a counter that grows with every byte from it.
-            moved: a counter that changes with every byte of a round from it, or to it and acknowledged.
+            moved: a counter that grows with every byte of a needed chunk from it, or of one to it and acknowledged.
             host_silent_s: how long its host has acknowledged nothing; 0.0 is unknown.
             chunk_s: how long a chunk from it takes, from its first byte to its last.
             owes_now: bytes must be moving between us: what is owed depends on nobody else.
@@ -64,7 +64,7 @@ class ProgressWatch:
             self._heard_at = now
         self._heard = heard  # less, if a link broke with bytes that nobody had read
         self._answered_at = max(self._answered_at, self._heard_at, now - host_silent_s)
-        is_moving = moved > self._moved  # our own signs of life leave it for a moment
+        is_moving = moved > self._moved  # less, if a link broke, is no movement
         if is_moving or not self._owes_now:
             self._moved = max(moved, self._moved)
             self._moved_at = now

@@ -190,6 +190,10 @@ class RoundMachine:
         is_due = route.up[self.rank] == NOBODY or self._is_handed_up[chunk] == 1
         return route.down[self.rank] == rank and is_due and not self._is_done[chunk]
 
+    def wants_part(self, rank: int, chunk: int) -> bool:
+        """Whether this part would be added. False for what is not for us to add and for duplicates."""
+        return self._route_of[chunk].up[rank] == self.rank and self._missing[chunk] >> rank & 1 == 1
+
     def between(self, rank: int) -> tuple[int, ...]:
         """Who hears from us of this member, since the two have no link, and we have one with each."""
         return self._between[rank]

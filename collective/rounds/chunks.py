@@ -8,7 +8,7 @@ from typing import Protocol
 
 from isthmus.collective.transport.link import Link
 from isthmus.collective.transport.memory import Scratch
-from isthmus.collective.transport.wire import Frame, FrameType
+from isthmus.collective.transport.wire import Frame, FrameType, Header
 
 
 class ChunkSender(Protocol):
@@ -25,6 +25,10 @@ class ChunkSender(Protocol):
 
 class ChunkTaker(Protocol):
     """The round, as its inboxes see it."""
+
+    def wants_chunk(self, rank: int, header: Header) -> bool:
+        """Whether this chunk of a member's is needed."""
+        ...
 
     def take_chunk(self, link: Link, rank: int, frame: Frame) -> None:
         """A chunk is whole where it was placed."""
@@ -59,6 +63,10 @@ class Inbox:
     def __init__(self, owner: ChunkTaker, rank: int) -> None:
         self.owner = owner
         self.rank = rank
+
+    def wants(self, header: Header) -> bool:
+        """See Sink."""
+        return self.owner.wants_chunk(self.rank, header)
 
     def take(self, link: Link, frame: Frame) -> None:
         """See Sink."""

@@ -27,7 +27,7 @@ from isthmus.collective.transport.bundle import Bundle, Notice
 from isthmus.collective.transport.link import Link, Sink
 from isthmus.collective.transport.memory import fresh_memory
 from isthmus.collective.transport.refusal_log import RefusalLog
-from isthmus.collective.transport.wire import NOTICE_NBYTES, Frame, FrameType, Header, pack
+from isthmus.collective.transport.wire import CHUNKS, NOTICE_NBYTES, Frame, FrameType, Header, pack
 
 log = logging.getLogger(__name__)
 
@@ -53,9 +53,11 @@ class Stash:
         self._nbytes = 0
         self._frames: dict[tuple[RoundKey, FrameType, int, int], Frame] = {}
 
-    def put(self, frame: Frame) -> None:
-        """Keep a copy. Raises RemoteProtocolError beyond the bounds."""
+    def put(self, frame: Frame) -> bool:
+        """Keep a copy. Whether it is the first, of a round not given up. RemoteProtocolError beyond the bounds."""
         name = (frame.header.key, frame.header.type, frame.header.rank, frame.header.chunk)
+        is_over = any(key == frame.header.key and kind is FrameType.ABORT for key, kind, *_ in self._frames)
+        is_new = name not in self._frames and not is_over
         self._drop(name)
         if frame.header.type is FrameType.ABORT:  # whatever came for that round has lost its meaning
             self.take(frame.header.key)
@@ -66,6 +68,7 @@ class Stash:
         copy[:] = frame.payload
         self._frames[name] = Frame(frame.header, copy)
         self._nbytes += nbytes
+        return is_new
 
     def take(self, key: RoundKey) -> list[Frame]:
         """Remove and return the frames of this round, in the order of their arrival."""
@@ -238,12 +241,16 @@ class Engine:
         standing = self.fence.judge(bundle.peer, Epoch(header.epoch))
         if standing is Standing.STALE or header.key in self._closed_keys:
             self.dropped["of an older view" if standing is Standing.STALE else "of an ended round"] += 1
+            if header.type in CHUNKS:
+                bundle.moving.came(header.payload_nbytes, is_needed=False)
             if header.type is FrameType.OPEN:
                 self._answer_late(bundle, header)
         elif standing is Standing.CURRENT and header.key in self.rounds:
             self._deliver(bundle, frame)
         else:
-            self._stash_of(bundle.peer).put(frame)
+            is_new = self._stash_of(bundle.peer).put(frame)
+            if header.type in CHUNKS:
+                bundle.moving.came(header.payload_nbytes, is_needed=is_new)
 
     def on_broken(self, bundle: Bundle, cause: CollectiveError) -> None:
         """Let the rounds with this peer look at it."""

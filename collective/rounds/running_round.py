@@ -190,6 +190,14 @@ class RunningRound:
             case _:
                 return
 
+    def wants_chunk(self, rank: int, header: Header) -> bool:
+        """Whether this chunk of a member's brings the round further; each does once."""
+        if self.is_done:
+            return False
+        if header.type is FrameType.RESULT:
+            return self.machine.wants_result(rank, header.chunk)
+        return self.machine.wants_part(rank, header.chunk)
+
     def take_chunk(self, link: Link, rank: int, frame: Frame) -> None:
         """A chunk is whole where `place` put it."""
         if self.is_done:
@@ -235,9 +243,10 @@ class RunningRound:
         """Whether bytes must be moving between us: what it owes depends on nobody else, or it does not take ours."""
         return self._outbox.holds_for(rank) or self.machine.owes_own_parts(rank)
 
-    def waiting_for(self) -> list[int]:
-        """Every member that this round still concerns."""
-        return [rank for rank in range(len(self.members)) if self.concerns(rank)]
+    def owing(self) -> list[int]:
+        """Members that this round waits for and that wait for nobody: they have not come, or owe something now."""
+        ranks = range(len(self.members))
+        return [r for r in ranks if self.concerns(r) and (self.owes_now(r) or not self.machine.has_opened(r))]
 
     def suspect(self, ranks: Sequence[int], cause: str) -> None:
         """Give up because of these members, and say so to the others."""
@@ -319,6 +328,9 @@ class RunningRound:
 
     def _on_chunk(self, rank: int, header: Header, arrived: Tensor | None) -> None:
         """`arrived` is the chunk's wire form; None if it landed in the output."""
+        bundle = self.bundles[rank]
+        if bundle is not None:
+            bundle.moving.came(header.payload_nbytes, is_needed=self.wants_chunk(rank, header))
         self._arrived = arrived
         self._take_weight(rank, header.weight)
         try:

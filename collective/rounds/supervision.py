@@ -3,9 +3,9 @@
 
 Rules: every round ends. A member is a suspect when its connection broke and cannot be made anew within a short grace
 (longer before we have met; at once if it is refused wherever it may be), when its host does not answer any more, when
-it has opened the round and then stands still (core/progress.py), or when the round's own deadline passes. A member that
-has not opened is still computing: no suspect, as long as its host is there. Whoever needs a broken connection repairs
-it from here, so every dial has an owner.
+it has opened the round and then stands still (core/progress.py), or when the round's own deadline passes and it has not
+come, or owes what depends on nobody else. A member that has not opened is still computing: no suspect until then, as
+long as its host is there. Whoever needs a broken connection repairs it from here, so every dial has an owner.
 """
 
 import asyncio
@@ -81,7 +81,7 @@ async def supervise(round_: RunningRound, patience: Patience, deadline_s: float,
                 for bundle, _ in watches.values():
                     bundle.give_sign()
             if now >= deadline:
-                round_.suspect(round_.waiting_for(), f"not finished in {deadline_s:g} s")
+                round_.suspect(round_.owing(), f"not finished in {deadline_s:g} s")
                 break
             _suspect_the_lost(round_, broken_since, patience, now)
             # Signs of life come meanwhile all the same: a pause that is shorter than between two of them hides none.

@@ -22,13 +22,14 @@ from isthmus.collective.errors import CollectiveError, ConnectionLost
 from isthmus.collective.transport.hello import MAX_STREAMS, Hello
 from isthmus.collective.transport.interfaces import plain_host
 from isthmus.collective.transport.link import Caps, Link, Outgoing, Sink
+from isthmus.collective.transport.moving import Moving
 from isthmus.collective.transport.pacing import FADING, RAISE, is_used, streams_needed
 from isthmus.collective.transport.redial import Redial
 from isthmus.collective.transport.security import Security
 from isthmus.collective.transport.shared_link import link_over
 from isthmus.collective.transport.sockets import FAR_S, SocketOptions, congestion_control_of, streams_for
 from isthmus.collective.transport.tcp_info import TcpInfo, round_trip_s
-from isthmus.collective.transport.wire import HEADER_NBYTES, PADDING_NBYTES, Frame, FrameType, Header, on_bulk, pack
+from isthmus.collective.transport.wire import PADDING_NBYTES, Frame, FrameType, Header, on_bulk, pack
 
 log = logging.getLogger(__name__)
 
@@ -134,7 +135,7 @@ class Bundle:
         self._control = ""
         self._redial = Redial(self, hello=hello, options=options, security=security)
         self._bytes_of_old_links = [0, 0]
-        self._num_signs = 0
+        self.moving = Moving()
         self._pads_until = 0.0
         self._pace: float | None = None
         self._raised = 1.0  # times what was planned
@@ -259,14 +260,12 @@ class Bundle:
         return min((link.host_silent_s() for link in self._links.values()), default=0.0)
 
     def moved(self) -> int:
-        """A number that changes while bytes get through in either direction, signs of life apart."""
-        signs = self._num_signs * HEADER_NBYTES
-        return sum(self._bytes_of_old_links) + sum(link.moved() for link in self._links.values()) - signs
+        """A number that grows while chunks get through in either direction: see moving.py."""
+        return self.moving.total(sum(link.moved() for link in self._links.values()))
 
     def give_sign(self) -> None:
         """Say that we are there, on one stream, unless something waits to be sent anyway."""
         if not (self.notices or self.results or self.parts):
-            self._num_signs += 1
             self.notices.append(Notice(_SIGN, b""))
             self.wake()
 
@@ -394,15 +393,14 @@ class Bundle:
 
     def on_frame(self, link: Link, frame: Frame) -> None:  # noqa: ARG002 - the queue is one for all streams
         """Tell the owner, unless it was a mere sign of life or padding."""
-        if frame.header.type is FrameType.SIGN:
-            self._num_signs += 1
-        elif frame.header.type is not FrameType.PADDING:
+        if frame.header.type not in (FrameType.SIGN, FrameType.PADDING):
             self._owner.on_frame(self, frame)
 
     def on_lost(self, link: Link, cause: CollectiveError) -> None:
         """Count what it moved, and tell the owner unless it is our own doing."""
         self._bytes_of_old_links[0] += link.bytes_sent
         self._bytes_of_old_links[1] += link.bytes_received
+        self.moving.taken(link.chunks_until)
         if self._links.get(link.stream) is link:
             del self._links[link.stream]
         if self.closed:

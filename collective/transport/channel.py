@@ -2,9 +2,10 @@
 """An awaitable connection for control messages and state transfer: send a frame, receive a frame.
 
 Rules: one receive at a time, and bytes are read only while somebody receives, so the kernel's buffer is the only
-queue and back-pressure reaches the sender by itself. Sends are serialised. A send that was cut off by its deadline
-or a cancellation leaves half a frame on the stream, so it closes the channel; a receive that was cut off can be
-repeated. Not for the all-reduce: that is link.py.
+queue and back-pressure reaches the sender by itself. However fast the other side sends, everything else here gets its
+turns, and of a peer that dialled no more is read than is allowed (reading.py). Sends are serialised. A send that was
+cut off by its deadline or a cancellation leaves half a frame on the stream, so it closes the channel; a receive that
+was cut off can be repeated. Not for the all-reduce: that is link.py.
 """
 
 import asyncio
@@ -19,10 +20,12 @@ from isthmus.collective.errors import ConnectionLost, DeadlineExceeded, RemotePr
 from isthmus.collective.transport.dialling import open_connection
 from isthmus.collective.transport.hello import Hello, Purpose
 from isthmus.collective.transport.interfaces import plain_host
+from isthmus.collective.transport.reading import BOUNDS, Allowance, Turns
 from isthmus.collective.transport.security import DialSecurity
 from isthmus.collective.transport.sockets import SocketOptions, lost
 from isthmus.collective.transport.tcp_info import TcpInfo, path_mtu, read_tcp_info
 from isthmus.collective.transport.wire import (
+    HEADER_NBYTES,
     ON_CONTROL,
     ON_DIALLED_CONTROL,
     ON_DOCTOR,
@@ -55,13 +58,22 @@ class Channel:
         hello: see the attributes.
         seen_from: likewise.
         is_dialled: whether this side has dialled.
+        allowance: what may be read of the other side; None bounds nothing.
 
     Attributes:
         hello: the other side's word about itself.
         seen_from: the host that the other side saw us come from; empty where we were dialled.
     """
 
-    def __init__(self, sock: socket.socket, hello: Hello, *, seen_from: str = "", is_dialled: bool = False) -> None:
+    def __init__(
+        self,
+        sock: socket.socket,
+        hello: Hello,
+        *,
+        seen_from: str = "",
+        is_dialled: bool = False,
+        allowance: Allowance | None = None,
+    ) -> None:
         self.hello = hello
         self.seen_from = seen_from
         self.closed = False
@@ -70,6 +82,8 @@ class Channel:
         self._num_users = 0
         self._sending = asyncio.Lock()
         self._receiving = False
+        self._turns = Turns()
+        self._allowance = allowance
         self._into: Into | None = None
         limits = _LIMITS.get(hello.purpose, ON_CONTROL)
         if is_dialled and hello.purpose is Purpose.CONTROL:
@@ -91,6 +105,7 @@ class Channel:
         whole = False
         try:
             async with asyncio.timeout(timeout_s), self._sending:
+                await self._turns.give()  # it may read as fast as we send
                 with self._in_use():
                     try:
                         if len(payload) <= 64 << 10:
@@ -122,15 +137,20 @@ class Channel:
         loop = asyncio.get_running_loop()
         self._receiving, self._into = True, into
         try:
+            if self._allowance is not None:
+                await self._allowance.wait()  # it is not silent meanwhile: we do not listen
             async with asyncio.timeout(timeout_s):
                 with self._in_use():
                     while True:
+                        await self._turns.give()
                         (buffer,) = self._reader.next_buffers()
                         nbytes = await loop.sock_recv_into(self._sock, buffer)
                         if nbytes == 0:
                             self.close()
                             raise self._reader.ended()
                         for frame in self._reader.received(nbytes):
+                            if self._allowance is not None:
+                                self._allowance.spend(HEADER_NBYTES + len(frame.payload))
                             return ChannelFrame(frame.header.type, frame.payload, frame.header.chunk)
         except TimeoutError as error:
             raise DeadlineExceeded("receiving", timeout_s or 0.0) from error
@@ -235,4 +255,6 @@ async def connect(
         peer_id=reply.peer_id,
         incarnation=reply.incarnation,
     )
-    return Channel(sock, answered, seen_from=reply.seen_from, is_dialled=True)
+    # Who has us call it asks as if it had dialled.
+    allowance = Allowance(BOUNDS[Purpose.STATE]) if hello.purpose is Purpose.CALLED else None
+    return Channel(sock, answered, seen_from=reply.seen_from, is_dialled=True, allowance=allowance)

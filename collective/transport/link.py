@@ -77,6 +77,10 @@ class Sink(Protocol):
         """Whose memory the destination may be."""
         ...
 
+    def wants(self, header: Header) -> bool:
+        """Whether the chunk that is under way is still needed."""
+        ...
+
     def take(self, link: "Link", frame: Frame) -> None:
         """The chunk is whole and verified, where it was placed. May raise RemoteProtocolError."""
         ...
@@ -118,6 +122,9 @@ class Link:
         self.closed = False
         self.bytes_sent = 0
         self.bytes_received = 0
+        self.chunks_until = 0
+        """Bytes up to the end of the last chunk that was sent."""
+        self._chunks_taken = 0
         self.staging = Scratch()  # where the owner may place what it does not keep
         self._encoding = Scratch()
         self._caps = caps
@@ -156,10 +163,16 @@ class Link:
         return max(self._whole_chunk_s, so_far_s)
 
     def moved(self) -> int:
-        """A number that changes while bytes get through in either direction."""
+        """Bytes of chunks that were sent and acknowledged, and of the one that is coming, if anybody needs it."""
         if self.closed:
             return 0
-        return self.heard() + self.bytes_sent - self._untaken_nbytes()
+        # Never less than before: encryption has the kernel hold more bytes of a sign than we have sent.
+        self._chunks_taken = max(self._chunks_taken, min(self.bytes_sent - self._untaken_nbytes(), self.chunks_until))
+        taken, header = self._chunks_taken, self._reader.current
+        if header is None or self._sink is None or not self._sink.wants(header):
+            return taken
+        missing = self._reader.missing_nbytes
+        return taken + header.payload_nbytes - missing + min(missing, unread_nbytes(self._sock))
 
     def heard(self) -> int:
         """Bytes that have come, those that nobody has read yet too."""
@@ -376,6 +389,8 @@ class Link:
 
     def _advance(self, nbytes: int) -> None:
         self.bytes_sent += nbytes
+        if self._outgoing is not None:
+            self.chunks_until = self.bytes_sent
         self._unsent_nbytes -= nbytes
         unsent = self._unsent
         if self._unsent_nbytes:

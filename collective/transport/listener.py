@@ -42,6 +42,7 @@ from isthmus.collective.transport.hello import (
     send_reply,
 )
 from isthmus.collective.transport.interfaces import is_loopback, plain_host
+from isthmus.collective.transport.reading import Allowances, Turns
 from isthmus.collective.transport.refusal_log import CLOSED_BEFORE_HELLO, RefusalLog
 from isthmus.collective.transport.security import Security, name_mismatch
 from isthmus.collective.transport.shared_memory import take_offer
@@ -119,6 +120,7 @@ class Listener:
         self._limiter = limiter or AcceptLimiter()
         self._unknown: set[_Caller] = set()
         self._channels: set[Channel] = set()
+        self._allowances = Allowances()
         self._sock: socket.socket | None = None
         self._accepts = False
         self._tasks = asyncio.TaskGroup()
@@ -192,7 +194,9 @@ class Listener:
         task.add_done_callback(self._running.discard)
 
     async def _accept_connections(self, listening: socket.socket) -> None:
+        turns = Turns()
         while True:
+            await turns.give()  # dials may come faster than they are refused
             try:
                 sock, remote = await _next_caller(listening)
             except OSError as error:
@@ -250,7 +254,7 @@ class Listener:
             self._ended("too many connections of one peer", caller.host, peer_id=hello.peer_id, purpose=hello.purpose)
             sock.close()
             return
-        with contextlib.closing(Channel(sock, hello)) as channel:
+        with contextlib.closing(Channel(sock, hello, allowance=self._allowances.of(hello))) as channel:
             self._channels.add(channel)
             try:
                 await self._routes[hello.purpose](channel)

@@ -4,7 +4,8 @@
 Rules: the members never wait for a learner. A snapshot is pinned, not copied, and its digests were made when its step
 was committed; a learner that stops reading only fills its own connection's buffers and is cut off at its deadline.
 A pin is always released, however the connection ends. At most `max_connections` are answered at once; others are told
-so. Of one learner only a few count, and are answered: it cannot take the places of all.
+so. Of one learner only a few count, and are answered: it cannot take the places of all. Nor can several that open
+connections and ask nothing: where all places are taken, who asks takes that of a connection that stands idle.
 Exchanges come first: while their bytes move here, or use up the cap on the upload, chunks of a snapshot wait. Where
 exchanges never pause (streaming, small models), all learners together still get a tenth of the time: a piece waits
 nine times as long as the one before it took, and `TURN_S` at most, so that a learner can tell a busy donor from a
@@ -61,6 +62,9 @@ _QUIET_S = 0.05
 """An exchange that has moved nothing for so long is over, or waits for somebody."""
 _MAX_OF_ONE_LEARNER = 4
 """It uses up to two at once, and two of a line that broke may not have ended yet."""
+_USED_BY_ONE_LEARNER = 2
+_IDLE_S = 1.0
+"""Who has asked nothing for so long makes way: an honest learner asks at once, but for round trips and hashing."""
 _REFUSAL_TIMEOUT_S = 10.0
 _READ_NBYTES = 4 * PIECE_NBYTES
 """Of a stored result in memory at once."""
@@ -121,7 +125,7 @@ class Donor:
         try:
             await session.run()
         finally:
-            del self._sessions[session]
+            self._sessions.pop(session, None)  # unless it has made way
             session.release()
             channel.close()
 
@@ -169,11 +173,40 @@ class Donor:
         return result
 
     def has_no_place_for(self, session: "_Session") -> bool:
-        """Whether one connection more than allowed is open, of all learners or of this one."""
-        counts = Counter(other.peer_id for other in self._sessions)
-        places = sum(min(count, _MAX_OF_ONE_LEARNER) for count in counts.values())
+        """Whether one connection more than allowed is open, of all learners or of this one. The idle make way first."""
         own = [other for other in self._sessions if other.peer_id == session.peer_id]
-        return places > self._max_connections or own.index(session) >= _MAX_OF_ONE_LEARNER
+        if session not in self._sessions or own.index(session) >= _MAX_OF_ONE_LEARNER:
+            return True
+        while self._num_places() > self._max_connections:
+            idle = self._most_idle(session)
+            if idle is None:
+                return True
+            del self._sessions[idle]
+            idle.make_way()
+        return False
+
+    def _num_places(self) -> int:
+        counts = Counter(session.peer_id for session in self._sessions)
+        return sum(min(count, _MAX_OF_ONE_LEARNER) for count in counts.values())
+
+    def _most_idle(self, newcomer: "_Session") -> "_Session | None":
+        """Whose place is needed least: of the learner with most connections, the one that has been idle longest.
+
+        One that is between two questions keeps its place, unless its learner has more than an honest one uses.
+        """
+        counts = Counter(session.peer_id for session in self._sessions)
+        now = asyncio.get_running_loop().time()
+        idle_s = {
+            session: now - session.idle_since
+            for session in self._sessions
+            if session is not newcomer and session.idle_since is not None
+        }
+        may_go = [
+            session
+            for session, seconds in idle_s.items()
+            if seconds >= _IDLE_S or counts[session.peer_id] > _USED_BY_ONE_LEARNER
+        ]
+        return max(may_go, key=lambda session: (counts[session.peer_id], idle_s[session]), default=None)
 
     @property
     def is_full_of_readers(self) -> bool:
@@ -204,6 +237,8 @@ class _Session:
         self.sent_nbytes = 0
         """Of the snapshot that this learner was offered last."""
         self.snapshot_nbytes = 0
+        self.idle_since: Instant | None = asyncio.get_running_loop().time()
+        """Since when all its questions are answered; None while one is not."""
         self._text: SharedText | None = None
         """Whose chunks are asked for."""
         self._piece_s = 0.0
@@ -212,8 +247,11 @@ class _Session:
 
     async def run(self) -> None:
         """Answer questions in their order, for ever."""
+        clock = asyncio.get_running_loop().time
         while True:
+            self.idle_since = clock()
             frame = await self._channel.receive(timeout_s=self._donor._idle_timeout_s)
+            self.idle_since = None
             if frame.type is not FrameType.STATE_REQUEST:
                 raise RemoteProtocolError("not a state request")
             request = decode(REQUESTS, frame.payload)
@@ -221,6 +259,10 @@ class _Session:
                 await self._refuse("this peer serves as many learners as it may", is_busy=True)
             else:
                 await self._answer(request)
+
+    def make_way(self) -> None:
+        """End: somebody else has the place."""
+        self._channel.close()
 
     def release(self) -> None:
         """Give the pin up, if there is one."""

@@ -18,6 +18,9 @@ from isthmus.elastic.state.replica import CommitEntry
 
 _log = logging.getLogger(__name__)
 
+_MAX_KNOWN = 4096
+"""Commits that were heard of, the newest. Who follows a run hears of them for days."""
+
 
 class CommitSource:
     """One connection at a time to a donor that has commits; `close` when the catch-up ends."""
@@ -32,7 +35,19 @@ class CommitSource:
     def heard_of(self, committed: Held) -> None:
         """The coordinator says that this state is committed."""
         self._known[committed.outer_step] = committed.digest
+        if len(self._known) > _MAX_KNOWN:
+            del self._known[next(iter(self._known))]
         self._news.set()
+
+    def forget(self) -> None:
+        """The run went back: what was named may be void."""
+        self._known.clear()
+        self._collected.clear()
+
+    async def next_word(self) -> None:
+        """Until the coordinator says something more."""
+        self._news.clear()
+        await self._news.wait()
 
     def is_wrong(self, held: Held) -> bool:
         """Whether the coordinator has named another digest for this step."""
@@ -83,7 +98,7 @@ class CommitSource:
         """While a snapshot is fetched, keep the commits made after it, before the donors' logs forget them."""
         while True:
             self._news.clear()
-            for number in range(after + 1, max(self._known) + 1):
+            for number in range(after + 1, max(self._known, default=after) + 1):
                 step = OuterStep(number)
                 entry = self._collected.get(step) or await self.fetch(step, max_nbytes=room_nbytes)
                 if entry is None or self._collected_nbytes() + entry.nbytes > room_nbytes:

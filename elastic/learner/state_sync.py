@@ -11,11 +11,15 @@ several donors at once. Rules:
 * Commits made while the transfer runs (`heard_of`) are collected beside it, before the donors' logs forget them, and
   replayed after it. A learner that started again for every commit, or chased the newest, would never arrive.
 * A replayed commit counts only if the digest is the committed one.
+* A catch-up ends with a state that the coordinator has named: the target, or a newer one. A donor may have heard of a
+  commit before us, so its word is awaited for a moment; who offers what is not named by then is dropped. Found before:
+  one liar offered step 2^40, and whoever took that ignored every later target.
 * Whoever was overruled learns where it was wrong: `inquiry.py`.
 * Memory is bounded: chunks go straight to their destination, collected commits by the size of the state.
 """
 
 import asyncio
+import contextlib
 import logging
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -23,7 +27,7 @@ from collections.abc import Callable, Sequence
 from isthmus.collective.core.types import Member, OuterStep
 from isthmus.collective.errors import CollectiveError
 from isthmus.elastic.core.messages import Held
-from isthmus.elastic.errors import DonorFault, NoDonor, StateDiverged, StateMismatch
+from isthmus.elastic.errors import DonorFault, NoDonor, StateDiverged, StateMismatch, StateUnknown
 from isthmus.elastic.learner.commit_source import CommitSource
 from isthmus.elastic.learner.donor_link import DonorLink
 from isthmus.elastic.learner.donors import Dial, Donors, Offer
@@ -76,6 +80,10 @@ class StateSync:
         self._target: Held | None = None
         self._transfer: Transfer | None = None
         self._may_replay = True
+        self._has_diverged = False
+        """The last replay has."""
+        self._doubts_older = False
+        """A snapshot of this catch-up has led to no committed state."""
 
     def aim(self, target: Held, donors: Sequence[Member]) -> None:
         """Set where the next `run` has to get to, and from whom."""
@@ -86,6 +94,12 @@ class StateSync:
     def heard_of(self, committed: Held) -> None:
         """The coordinator says that this state is committed. May be called at any time, also during `run`."""
         self._commits.heard_of(committed)
+
+    def went_back(self) -> None:
+        """The run did: nothing that was heard of counts any more, but where a catch-up under way has to get to."""
+        self._commits.forget()
+        if self._target is not None:
+            self._commits.heard_of(self._target)
 
     def overruled(self, committed: Held, voted: bytes) -> None:
         """The others agreed on `committed` in the very round in which this peer had voted for another digest."""
@@ -106,10 +120,10 @@ class StateSync:
                 held = None  # a state of our own that is ahead of the run belongs to a history that was given up
             if held is not None and held.outer_step + 1 == self._aim_now.outer_step and not self._inquiry.is_open:
                 held = await self._replay(held)
-            num_approaches = 0
-            # More than the target is fine from here on: donors may be ahead of the coordinator's word to us, and
-            # collected commits may lead beyond it.
-            while held is None or self._commits.is_wrong(held) or held.outer_step < self._aim_now.outer_step:
+            num_approaches, self._doubts_older = 0, False
+            # More than the target is fine from here on: donors may be ahead of it, and collected commits may lead
+            # beyond it. But the coordinator must have named it.
+            while held is None or held.outer_step < self._aim_now.outer_step or not self._commits.is_named(held):
                 if num_approaches == _MAX_APPROACHES:
                     causes = (*self._donors.causes, "the donors' commit logs are too short")
                     raise NoDonor(self._aim_now.outer_step, causes)
@@ -141,7 +155,9 @@ class StateSync:
                     if misfits and len(misfits) == len(self._donors.causes):
                         raise misfits[0]  # all say the same
                     raise NoDonor(self._aim_now.outer_step, self._donors.causes)
-                offer = max(offers, key=self._preference)
+                offer = await self._choose(offers)
+                if offer is None:
+                    continue
                 self._inquiry.compare(offer.manifest)
                 source = self._cheapest_replay(held, offers, offer.manifest)
                 if source is not None:
@@ -157,13 +173,45 @@ class StateSync:
                 assert held is not None, "a replay begins somewhere"
                 return await self._replay(held)
             if manifest is not None:
-                return await self._replay(await self._replica.finish_restore(manifest))
+                held = await self._replay(await self._replica.finish_restore(manifest))
+                self._doubts_older |= self._has_diverged
+                return held
+
+    async def _choose(self, offers: list[Offer]) -> Offer | None:
+        """The best of those that lead to a committed state, once the coordinator has named one. The others are closed;
+        if there is none, their donors are dropped."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(self._pace.word_s):
+                while not any(map(self._leads_there, offers)) and any(map(self._may_be_named, offers)):
+                    await self._commits.next_word()
+        leading = list(filter(self._leads_there, offers))
+        for offer in offers:
+            if offer in leading:
+                continue
+            if not leading or not self._may_be_named(offer):
+                manifest = offer.manifest
+                self._donors.drop(offer.link.member, StateUnknown(manifest.outer_step, manifest.digest))
+            offer.link.close()
+        offers[:] = leading
+        return max(leading, key=self._preference, default=None)
+
+    def _leads_there(self, offer: Offer) -> bool:
+        """Whether its state is committed, or older than the target: what is replayed onto that must be committed."""
+        state = Held(offer.manifest.outer_step, offer.manifest.digest)
+        is_older = state.outer_step < self._aim_now.outer_step and not self._doubts_older
+        return self._commits.is_named(state) or (is_older and self._may_be_named(offer))
+
+    def _may_be_named(self, offer: Offer) -> bool:
+        """Whether the coordinator has named no other state of this step."""
+        return not self._commits.is_wrong(Held(offer.manifest.outer_step, offer.manifest.digest))
 
     def _cheapest_replay(self, held: Held | None, offers: Sequence[Offer], manifest: StateManifest) -> Offer | None:
         """Whose commits to replay, or None if fetching what differs moves fewer bytes (or there is no other way)."""
         if held is None or not self._may_replay or self._commits.is_wrong(held):
             return None
         num_missing = self._aim_now.outer_step - held.outer_step
+        if num_missing <= 0:
+            return None  # a state that nobody has named: it leads nowhere
         complete = [offer for offer in offers if len(offer.commits_nbytes) >= num_missing]
         if not complete:
             return None
@@ -206,6 +254,7 @@ class StateSync:
     async def _replay(self, held: Held) -> Held:
         """Apply commits up to the target, and what is collected beyond it. Returns what is held then."""
         self._transfer = None  # a replay may take its memory
+        self._has_diverged = False
         while True:
             step = OuterStep(held.outer_step + 1)
             entry = self._commits.take_collected(step)
@@ -218,6 +267,7 @@ class StateSync:
                 replayed = await self._replica.replay(entry)
             except (StateDiverged, CollectiveError) as error:
                 _log.warning("replay_diverged outer_step=%d cause=%s", step, error)
+                self._has_diverged = True
                 self._may_replay = False  # what is held may be wrong itself: only a snapshot helps
                 return held
             assert replayed == Held(entry.outer_step, entry.digest), "a replica says what it holds"

@@ -66,9 +66,12 @@ class Learner:
         self._running = self._tasks.create_task(self._catch_up(effect))
 
     def heard_of(self, committed: Held) -> None:
-        """A commit was made while this peer may be on its way."""
-        if self._running is not None and not self._running.done():
-            self._sync.heard_of(committed)
+        """The coordinator names a committed state. A catch-up that begins later may meet it as well."""
+        self._sync.heard_of(committed)
+
+    def went_back(self) -> None:
+        """The run did, and what was named until now may be void."""
+        self._sync.went_back()
 
     def overruled(self, committed: Held, voted: bytes) -> None:
         """The others agreed on another result than this peer's: the next catch-up finds out where it was wrong."""

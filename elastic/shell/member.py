@@ -60,7 +60,7 @@ from isthmus.elastic.core.events import (
 from isthmus.elastic.core.exit_codes import REFUSED, TRAINING, UNREACHABLE
 from isthmus.elastic.core.farewell import LeavesAfter
 from isthmus.elastic.core.member import MemberMachine, went_back
-from isthmus.elastic.core.messages import Commit, CoordinatorMessage, IndexRange, Rebuilding, Rebuilt, Trust
+from isthmus.elastic.core.messages import Commit, CoordinatorMessage, IndexRange, Rebuilding, Rebuilt, Trust, Welcome
 from isthmus.elastic.errors import NotAMember, RoundMissed, RunFinished
 from isthmus.elastic.learner.donors import Dial as DialDonor
 from isthmus.elastic.learner.loan import borrow
@@ -360,10 +360,13 @@ class Membership:
             voted = self._exchange.take_vote(message.certificate.key)
             if voted is not None and voted != made.digest:
                 self._learner.overruled(made, voted)
+        elif isinstance(message, Welcome) and message.target is not None:
+            self._learner.heard_of(message.target)  # one that is on its way to an older target may meet it
         elif isinstance(message, Rebuilding):
             self._observe(told.CoordinatorAsks(testified=message.testified, needed=message.needed))
         elif isinstance(message, Rebuilt) and message.epoch > self._went_back_in:
             self._went_back_in = message.epoch  # it is told again until this peer's answer arrives
+            self._learner.went_back()
             step = 0 if message.certificate is None else message.certificate.made.outer_step
             self._observe(told.WentBack(epoch=message.epoch, outer_step=step, cause=went_back(message)))
         elif isinstance(message, Trust):

@@ -163,6 +163,8 @@ class Pace:
     """Chunks asked for and not yet here, from each donor. More than the bandwidth-delay product of a long path."""
     max_donors: int = 3
     """Donors that are read from at the same time."""
+    word_s: float = 2.0
+    """A donor may hear of a commit so much earlier than a learner: both hear it from the coordinator."""
 
     def measured(self, bytes_per_s: float) -> "Pace":
         """For a donor that has been so fast: it may become sixteen times slower, not as slow as the floor."""

@@ -17,6 +17,7 @@ import pytest
 from isthmus.collective.core.types import Epoch, Incarnation, OuterStep, PeerId, PeerRef, RoundKey
 from isthmus.collective.errors import CollectiveError
 from isthmus.collective.transport import Channel, FrameType, Purpose, Security, connect
+from isthmus.collective.transport.wire import Header, pack
 from isthmus.elastic.core.messages import (
     Heartbeat,
     Held,
@@ -220,6 +221,50 @@ def test_a_hostile_member_tries_all_it_can_say_and_nobody_else_notices(tmp_path:
         run.leave_all()
     founder = others[0]
     assert {event["of"] for event in founder.events("lied")} == {foe.me.peer_id}
+    for peer in others:
+        assert not peer.events("became_learner")
+        assert "Traceback" not in peer.console.with_suffix(".err").read_text()
+    assert_same_commits(*others)
+
+
+async def _floods(foe: Foe, is_over: Callable[[], bool]) -> int:
+    """Heartbeats to the coordinator, as fast as TCP takes them, until then. How many went."""
+    channel = await foe.dials(Purpose.CONTROL)
+    await channel.send(FrameType.CONTROL, encode(foe.ours), timeout_s=TIMEOUT_S)
+    body, num_sent = encode(beat()), 0
+    words = (pack(Header(type=FrameType.CONTROL, payload_nbytes=len(body)), body) + body) * 300
+
+    async def send() -> None:
+        nonlocal num_sent
+        while True:
+            await asyncio.get_running_loop().sock_sendall(channel._sock, words)
+            num_sent += 300
+
+    async with asyncio.timeout(60.0), asyncio.TaskGroup() as tasks:
+        sending = tasks.create_task(send())
+        while not is_over():  # noqa: ASYNC110 - of other processes, which do not tell
+            await asyncio.sleep(0.05)
+        sending.cancel()
+    channel.close()
+    return num_sent
+
+
+def test_a_learner_that_floods_the_coordinator_holds_up_nobody(tmp_path: Path) -> None:
+    # Found before: at 2.8 MB/s for ten seconds there was one commit, and both honest peers were dropped as silent.
+    with running(tmp_path) as run:
+        others = [run.found("--peers", "2", "--min-peers", "2", "--outer-steps", str(OPEN_END))]
+        run.wait_for_ticket()
+        others.append(run.join())
+        hostile = run.join()
+        run.until_step(3, *others, hostile)
+        hostile.kill()
+        foe = _foe(run, hostile, others)
+        run.until_step(others[0].step + 3, *others)
+        epoch, target = _epoch(others[0]), others[0].step + 60
+        num_sent = asyncio.run(_floods(foe, lambda: all(peer.step >= target for peer in others)))
+        assert num_sent > 4000, "more than anybody may say at once"
+        assert _epoch(others[0]) == epoch, "no view was changed for it"
+        run.leave_all()
     for peer in others:
         assert not peer.events("became_learner")
         assert "Traceback" not in peer.console.with_suffix(".err").read_text()

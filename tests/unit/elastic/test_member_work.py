@@ -227,7 +227,7 @@ async def test_newer_catch_up_replaces_a_running_one_which_stays_silent():
     assert events == [CaughtUp(held=newer)]
 
 
-async def test_commits_are_passed_on_only_while_a_catch_up_runs():
+async def test_commits_are_passed_on_whether_a_catch_up_runs_or_begins_later():
     events, sync = [], Sync()
     async with asyncio.TaskGroup() as tasks:
         learner = _learner(sync, tasks, events)
@@ -238,7 +238,7 @@ async def test_commits_are_passed_on_only_while_a_catch_up_runs():
         sync.outcomes[0].set_result(HELD)
         await _turns()
         learner.heard_of(Held(10, b"f" * 32))
-    assert sync.heard == [Held(9, b"f" * 32)]
+    assert sync.heard == [HELD, Held(9, b"f" * 32), Held(10, b"f" * 32)]
 
 
 async def test_founded_state_is_told_as_caught_up():

@@ -3,6 +3,7 @@ import asyncio
 import contextlib
 
 import msgspec
+import numpy as np
 import pytest
 
 from isthmus.collective.core.types import Member
@@ -197,8 +198,93 @@ async def test_snapshot_that_is_newer_than_the_target_is_taken(replica, hasher):
     async with _serving(donor) as members:
         sync = _sync(replica, hasher)
         sync.aim(target, members)
+        sync.heard_of(donor.held)
         assert await sync.run() == donor.held
     assert replica.held().outer_step == 5
+
+
+async def test_the_word_of_a_newer_snapshot_may_come_after_the_offer_of_it(replica, hasher):
+    offered = asyncio.Event()
+
+    async def on_send(_channel, _frame_type, payload, _chunk):
+        offered.set()
+        return payload
+
+    donor = tampered(DonorPeer.at_step(1, hasher, 4), on_send)
+    target = donor.held
+    donor.advance()
+    async with _serving(donor) as members, asyncio.TaskGroup() as tasks:
+        sync = _sync(replica, hasher)
+        sync.aim(target, members)
+        running = tasks.create_task(sync.run())
+        await offered.wait()
+        sync.heard_of(donor.held)
+    assert running.result() == donor.held == replica.held()
+
+
+def _one_that_makes_up(hasher, outer_step):
+    """A donor whose state of this step is its own invention."""
+    liar = DonorPeer.at_step(3, hasher, 3)
+    liar.replica.adopt(outer_step, {"anchor": np.full(1000, 666), "momentum": np.zeros(1000, np.int64)})
+    return liar
+
+
+@pytest.mark.parametrize("made_up", [4, 5, 6, 2**40])  # a state older than the target, of its step, and newer ones
+@pytest.mark.parametrize("num_ahead", [0, 1])
+@pytest.mark.parametrize("are_late", [False, True])
+async def test_a_state_that_the_coordinator_has_not_named_is_never_held_in_the_end(
+    replica, hasher, made_up, num_ahead, are_late
+):
+    # Found before: where honest donors were one commit ahead, or answered later, a learner took an anchor of step 2**40
+    # and kept it for good: every target was behind it.
+    liar = _one_that_makes_up(hasher, made_up)
+
+    async def late(_channel, frame_type, payload, _chunk):
+        if frame_type is FrameType.STATE_HEADER:
+            await asyncio.sleep(0.2)  # a long path, longer than is waited once the liar has answered
+        return payload
+
+    honest = [DonorPeer.at_step(number, hasher, 5) for number in (1, 2)]
+    target = honest[0].held
+    for donor in honest:
+        for _ in range(num_ahead):
+            donor.advance()
+        if are_late:
+            tampered(donor, late)
+    async with _serving(liar, *honest) as members:
+        sync = _sync(replica, hasher, pace=Pace(patience_s=5.0, window=3, word_s=0.05))
+        sync.aim(target, members)
+        sync.heard_of(honest[0].held)
+        held = await sync.run()
+    assert held == replica.held()
+    assert held in (target, honest[0].held)
+    assert _same_bits(replica, honest[0])
+
+
+async def test_where_only_liars_answer_nothing_is_taken_and_the_next_attempt_finds_the_honest_one(replica, hasher):
+    liar, honest = _one_that_makes_up(hasher, 2**40), DonorPeer.at_step(1, hasher, 5)
+    async with _serving(liar, honest) as (lying, member):
+        sync = _sync(replica, hasher, pace=Pace(patience_s=5.0, window=3, word_s=0.05))
+        sync.aim(honest.held, [lying])
+        with pytest.raises(NoDonor, match="has not named the state"):
+            await sync.run()
+        assert replica.held() is None
+        sync.aim(honest.held, [lying, member])
+        assert await sync.run() == honest.held
+    assert _same_bits(replica, honest)
+
+
+async def test_what_was_named_before_the_run_went_back_counts_no_more(replica, hasher):
+    donor = DonorPeer.at_step(1, hasher, 4)
+    target = donor.held
+    given_up = donor.advance()
+    async with _serving(donor) as members:
+        sync = _sync(replica, hasher, pace=Pace(patience_s=5.0, word_s=0.05))
+        sync.heard_of(given_up)
+        sync.went_back()
+        sync.aim(target, members)
+        with pytest.raises(NoDonor, match="has not named the state"):
+            await sync.run()
 
 
 async def test_own_state_ahead_of_the_run_is_replaced(replica, hasher):
@@ -444,15 +530,16 @@ async def test_donor_that_makes_up_a_newer_state_of_another_model_is_dropped(rep
 
     liar, honest = tampered(DonorPeer.at_step(1, hasher, 3), on_send), DonorPeer.at_step(2, hasher, 3)
     target = honest.held
-    honest.advance()  # so that nobody has the state any more that the coordinator has named
+    honest.advance()  # so that nobody has the target any more
     async with _serving(liar, honest) as members:
         sync = _sync(replica, hasher)
         sync.aim(target, members)
+        sync.heard_of(honest.held)
         assert await sync.run() == honest.held
     assert _same_bits(replica, honest)
 
 
-@pytest.mark.parametrize("num_steps", [1, 2])  # 2: what all donors have is none that the coordinator has named yet
+@pytest.mark.parametrize("num_steps", [1, 2])  # 2: all donors are ahead of the target
 async def test_model_that_does_not_fit_is_the_operators_error(hasher, num_steps):
     donor = DonorPeer.at_step(1, hasher, 1)
     target = donor.held
@@ -462,6 +549,7 @@ async def test_model_that_does_not_fit_is_the_operators_error(hasher, num_steps)
     async with _serving(donor) as members:
         sync = _sync(other, hasher)
         sync.aim(target, members)
+        sync.heard_of(donor.held)
         with pytest.raises(StateMismatch):
             await sync.run()
         await until(_all_released(donor))
@@ -577,6 +665,50 @@ async def test_one_peer_cannot_take_the_places_of_all_learners(replica, hasher):
         assert await sync.run() == donor.held
         for channel in idle:
             channel.close()
+
+
+@pytest.mark.parametrize(("num_peers", "num_each"), [(2, 4), (4, 2), (8, 1)])
+async def test_connections_that_ask_nothing_make_way_for_one_that_does(
+    replica, hasher, monkeypatch, num_peers, num_each
+):
+    # Found before: two keys with four idle connections each took all places of a donor.
+    donor = DonorPeer.at_step(1, hasher, 1)
+    if num_each <= 2:  # an honest learner's number: only its idleness tells
+        monkeypatch.setattr("isthmus.elastic.donor.donor._IDLE_S", 0.0)
+    async with _serving(donor) as (member,):
+        idle = [await dial_state(member, number=50 + number) for number in range(num_peers) for _ in range(num_each)]
+        await until(lambda: donor.donor.num_connections == 8)
+        sync = _sync(replica, hasher)
+        sync.aim(donor.held, [member])
+        assert await sync.run() == donor.held
+        assert donor.donor.num_connections <= 8
+        for channel in idle:
+            channel.close()
+    assert donor.replica.num_pins == 0
+
+
+async def test_a_connection_whose_question_is_being_answered_keeps_its_place(replica, hasher, monkeypatch):
+    monkeypatch.setattr("isthmus.elastic.donor.donor._IDLE_S", 0.0)
+    donor, asked, may_answer = DonorPeer.at_step(1, hasher, 1), asyncio.Event(), asyncio.Event()
+    donor.donor._max_connections = 1
+
+    async def hold(_channel, frame_type, payload, _chunk):
+        if frame_type is FrameType.STATE_HEADER:
+            asked.set()
+            await may_answer.wait()
+        return payload
+
+    tampered(donor, hold)
+    async with _serving(donor) as (member,):
+        first = await _asking(member, encode(ManifestRequest()))
+        await asked.wait()
+        sync = _sync(replica, hasher)
+        sync.aim(donor.held, [member])
+        with pytest.raises(NoDonor, match="as many learners as it may"):
+            await sync.run()
+        may_answer.set()
+        assert (await first.receive(timeout_s=5.0)).type is FrameType.STATE_HEADER
+        first.close()
 
 
 async def test_idle_learner_is_cut_off(hasher):
