@@ -17,6 +17,9 @@ from torch import Tensor
 
 from isthmus.collective.core.types import HUGE
 
+_BY_CHANCE = 2.0
+"""How many times as large as the largest part seen a sum may be: the parts of its slice were seen elsewhere. Without it
+an honest root was named where one part was most of the mean."""
 _HALF = (torch.bfloat16, torch.float16)
 
 
@@ -78,7 +81,7 @@ class Sizes:
             elif total.numel and own > 0.0:
                 # Where we have hardly moved, others may have: by as much as we did elsewhere.
                 seen = own * (total.size / max(beside.size, whole.size))
-            sizes[root] = min(seen, HUGE) if seen > largest else sizes[root]
+            sizes[root] = min(seen, HUGE) if seen > _BY_CHANCE * largest or seen >= HUGE > largest else sizes[root]
         return tuple(sizes)
 
 
