@@ -10,7 +10,7 @@ from typing import assert_never
 from isthmus.collective.core.types import OuterStep, PeerRef
 from isthmus.elastic.core.certificate import ballot
 from isthmus.elastic.core.config import CoordinatorConfig
-from isthmus.elastic.core.leases import MAX_INDEX, most_owned
+from isthmus.elastic.core.leases import MAX_INDEX, MAX_ROUNDS_OWNED, SPARE_ROUNDS
 from isthmus.elastic.core.messages import Heartbeat, Join, LeaseGrant, LeaseRequest, RoundFailed, Synced, Vote
 from isthmus.elastic.core.news import News
 from isthmus.elastic.core.open_round import OpenRound
@@ -26,7 +26,6 @@ class Attendance:
     def __init__(self, config: CoordinatorConfig, turn: Turn, news: News, views: Views, open_round: OpenRound) -> None:
         self._config, self._state, self._turn = config, turn.state, turn
         self._news, self._views, self._round = news, views, open_round
-        self._asked_first: dict[PeerRef, OuterStep] = {}  # peers of whose work no commit was known, and since when
 
     def holds(self, session: Session, message: Join | Synced) -> None:
         """It comes back, or missed its admission: what it holds is known from itself alone after a restart (seed 4273).
@@ -96,27 +95,19 @@ class Attendance:
         """
         ref, leases = session.ref, self._state.leases
         if request.serial > leases.newest_serial(ref):
-            ranges = leases.plan(min(request.num_samples, self._may_get(ref)))
+            ranges = leases.plan(min(request.num_samples, self._room_of(session)))
             if not ranges:
                 self._turn.counters["leased_enough"] += 1
                 return
             self._turn.persist(LeaseRecord(ref=ref, serial=request.serial, ranges=ranges))
         self._turn.send(ref, LeaseGrant(serial=request.serial, ranges=leases.newest_grant(ref)))
 
-    def _may_get(self, ref: PeerRef) -> int:
+    def _room_of(self, session: Session) -> int:
         """How many samples more it may own."""
-        state, per_round = self._state, self._config.samples_per_round
+        per_round, num_owned = self._config.samples_per_round, self._state.leases.num_unreported(session.ref)
         if per_round is None:
             return MAX_INDEX
-        contributed = state.contributed.get(ref)
-        if contributed is None:
-            standing = {
-                item: step for item, step in self._asked_first.items() if state.standing_since(item) is not None
-            }
-            since = standing.setdefault(ref, state.outer_step)
-            self._asked_first = standing
-        else:
-            since = contributed.outer_step
-        num_missed = max(0, state.outer_step - since)
-        most = most_owned(per_round, num_missed=num_missed, is_excused=state.is_excused(ref))
-        return max(0, most - state.leases.num_unreported(ref))
+        if session.num_owned_before is None:
+            session.num_owned_before = num_owned
+        most = max(MAX_ROUNDS_OWNED * per_round, session.num_owned_before) + SPARE_ROUNDS * per_round
+        return max(0, most - num_owned)

@@ -32,28 +32,13 @@ what it used up of older grants costs at most one piece for each of their ranges
 MAX_INDEX = 2**53
 """No index is as large: messages and the journal could not say it."""
 
-MAX_ROUNDS_OWNED = 6
+MAX_ROUNDS_OWNED = 5
 """Work of so many rounds a peer may own and not have reported. It owns one round's work that waits for its commit, and
-a stock of two rounds' work: this is twice as much."""
+a stock of two rounds' work."""
 
-_MORE_ROUNDS = 2
-"""So many more whenever the number of commits that it has missed in a row has doubled. As often, at most, a late peer
-becomes a member again, and then it needs a round's work to hand in; before that it has to show a round's work."""
-
-
-def most_owned(samples_per_round: int, *, num_missed: int, is_excused: bool) -> int:
-    """How many samples a peer may own and not have reported as consumed.
-
-    Were it one round more for each round missed, a peer that stays away for a thousand rounds would weigh a thousand.
-
-    Args:
-        samples_per_round: as many it trains on, at most, until it has to wait for a commit.
-        num_missed: commits since the newest one that holds its work.
-        is_excused: whether it has yet to show that it works, and may use the last round's work as a member.
-    """
-    doublings = num_missed.bit_length()
-    spared = 1 if is_excused and doublings else 0
-    return samples_per_round * (MAX_ROUNDS_OWNED + _MORE_ROUNDS * doublings - spared)
+SPARE_ROUNDS = 3
+"""So many more it gets whenever it is a member again, or the others have gone on without it. Who is late keeps what it
+has trained on, and needs a round's work to show that it works, and another one to hand in (seed 654)."""
 
 
 def merged(ranges: Iterable[IndexRange]) -> tuple[IndexRange, ...]:

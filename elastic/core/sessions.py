@@ -74,6 +74,9 @@ class Session:
     """The view that went on without it; None if it is not excused."""
     worked_from: int | None = None
     """Its inner steps when it was first heard to know that view: what counts was done since."""
+    num_owned_before: int | None = None
+    """Samples that it owned, and had not reported, when it first asked for more as a member, or as an excused one. A
+    restarted coordinator does not know when that was, and begins anew."""
     has_worked: bool = False
     """Whether it has done a round's work since, or handed one in."""
 
@@ -108,6 +111,7 @@ class Session:
         Bytes are no work: a peer whose worker hangs follows the commits as long as its daemon lives.
         """
         self.excused_in, self.worked_from, self.has_worked = epoch, None, False
+        self.num_owned_before = None
         self.synced = held
 
     def works(self, beat: Heartbeat, round_inner_steps: int) -> None:
@@ -154,6 +158,7 @@ class Session:
         self.progressed_at = now
         self.slowest_s = None
         self.excused_in = None
+        self.num_owned_before = None
 
     def shows(self, held: OuterStep, needed: OuterStep, now: Instant) -> None:
         """It says which outer step it holds. Who once held the view's state does not lose it."""
