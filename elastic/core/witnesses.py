@@ -19,7 +19,7 @@ But a vote may lie too. So what one member says of another counts against both o
 A sum that is larger than all parts which its taker has seen counts as a part of its maker. But the maker may have got
 parts that no other has seen: a member that sent large numbers to one other alone used to make that one the liar. So the
 maker's vote explains its sum if it says that the part of a third one, neither its own nor the taker's, was as large. If
-that part is too large the maker points at its sender itself.
+that part is too large the maker points at its sender itself; and whom it points at has no say about its sum.
 
 A part is too large if its numbers are more than `limit` times as large as is usual for the others, as each member saw
 them. Differences grow no faster than the work behind them, so who has done more may send more, in proportion, up to
@@ -174,10 +174,9 @@ class Witnesses:
     ) -> Verdict | None:
         points: list[tuple[PeerId, PeerId]] = []
         factors: dict[PeerId, float] = {}
-        for place, member in enumerate(members):
-            for rank, factor in self._pointed_at(members, ballots, place):
-                points.append((member, members[rank]))
-                factors[members[rank]] = max(factor, factors.get(members[rank], 0.0))
+        for place, rank, factor in self._pointed_at(members, ballots):
+            points.append((members[place], members[rank]))
+            factors[members[rank]] = max(factor, factors.get(members[rank], 0.0))
         if not points:
             return None
         liars = self._at_odds_with_two(points)
@@ -196,14 +195,24 @@ class Witnesses:
             reason = f"says alone, and not for the first time or of its only partner, that {pointed_at} sends too much"
         return Verdict(left_out={goes: reason})
 
-    def _pointed_at(self, members: Sequence[PeerId], ballots: Sequence[Vote], place: int) -> list[tuple[int, float]]:
-        """Whose part, or whose unexplained sum, the member at this place finds too large, and by what factor."""
-        sizes, weights = ballots[place].sizes, [ballot.weight for ballot in ballots]
-        found = [item for item in self._too_large(members, sizes, weights) if item[0] != place]
-        for root, size in enumerate(ballots[place].sums):
-            if size > 0.0 and root != place and not self._is_explained(ballots, place, root):
-                beside = [size if rank == root else other for rank, other in enumerate(sizes)]
-                found += [item for item in self._too_large(members, beside, weights) if item[0] == root]
+    def _pointed_at(self, members: Sequence[PeerId], ballots: Sequence[Vote]) -> list[tuple[int, int, float]]:
+        """Which member finds whose part, or whose unexplained sum, too large, and by what factor."""
+        weights = [ballot.weight for ballot in ballots]
+        parts = {
+            (place, rank): factor
+            for place, ballot in enumerate(ballots)
+            for rank, factor in self._too_large(members, ballot.sizes, weights)
+            if rank != place
+        }
+        found = [(place, rank, factor) for (place, rank), factor in parts.items()]
+        for place, ballot in enumerate(ballots):
+            for root, size in enumerate(ballot.sums):
+                # Whom the root itself points at is at odds with it already, and has no say who of the two began.
+                is_answered = root == place or (root, place) in parts
+                if size > 0.0 and not is_answered and not self._is_explained(ballots, place, root):
+                    beside = [size if rank == root else other for rank, other in enumerate(ballot.sizes)]
+                    large = self._too_large(members, beside, weights)
+                    found += [(place, rank, factor) for rank, factor in large if rank == root]
         return found
 
     def _is_explained(self, ballots: Sequence[Vote], place: int, root: int) -> bool:

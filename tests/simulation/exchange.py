@@ -246,7 +246,14 @@ class Exchange:
         return tuple(marks)
 
     def seen_sums(self) -> tuple[float, ...]:
-        """Of those that are larger than all parts that this one has seen, as in collective/rounds/sizes.py."""
+        """Of those that are larger than all parts that this one has seen, as in collective/rounds/sizes.py.
+
+        Who frames another, and alone has given anything, does not complain: the other could compare it with nobody, and
+        would be out by that single word.
+        """
+        is_alone = not any(weight for rank, weight in enumerate(self.weights) if rank != self.rank)
+        if is_alone and self.node.sim.lie_of(self.node.peer_id) == "framed":
+            return (0.0,) * len(self.sizes)
         largest = max(self.sizes)
         return tuple(size if size > 2.0 * largest else 0.0 for size in self._sums_seen)
 

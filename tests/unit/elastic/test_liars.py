@@ -377,6 +377,14 @@ def test_who_is_sent_large_numbers_for_its_own_slice_is_not_named_for_the_sum_th
     assert 4 not in driver.member_numbers()
 
 
+@pytest.mark.parametrize("liar", [1, 4])
+def test_who_frames_another_goes_first_though_it_votes_as_if_it_had_sent_nothing(liar: int) -> None:
+    driver = members(1, 2, 3, 4)
+    driver.all_vote_but()
+    framed(driver, liar=liar, victim=3)
+    assert {1, 2, 3, 4}.difference(driver.member_numbers()) == {liar}
+
+
 def test_who_frames_one_member_after_the_other_has_lied() -> None:
     driver = members(1, 2, 3, 4)
     driver.all_vote_but()
