@@ -100,6 +100,11 @@ class RoundBuffers:
         """See RoundStats."""
         return self._seen.by_rank()
 
+    @property
+    def sums(self) -> tuple[float, ...]:
+        """See RoundStats."""
+        return self._seen.sums()
+
     # -------------------------------------------------------------------------------- to the sockets
 
     def part_nbytes(self, chunk: int, *, is_into_root: bool) -> int:  # noqa: ARG002 - codecs ask for it

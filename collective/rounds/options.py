@@ -24,8 +24,10 @@ class RoundStats:
     """What the cost model expected, where links are measured."""
     sizes: tuple[float, ...] = ()
     """Of a mean or sum of floats: the root mean square of each member's numbers, as far as they were added up here; 0
-    where none of its own were. All are of the same elements, so they can be compared. A member that made a sum larger
-    than any part has the size of that: see rounds/sizes.py."""
+    where none of its own were. All are of the same elements, so they can be compared."""
+    sums: tuple[float, ...] = ()
+    """By root: the size of its sum where that is larger than every part seen here, else 0; comparable with `sizes`. The
+    root has made it so, or a part that only the root has seen: see rounds/sizes.py."""
     roots: tuple[tuple[int, int, int], ...] = ()
     """(rank, start, stop): who made the result of these elements and gave it to all others itself; empty where results
     go through third hands."""

@@ -84,7 +84,7 @@ class Runner:
             if not round_.is_done:
                 self._engine.post(round_)
             await self._see_through(round_, deadline_s)
-            sizes = round_.sizes
+            sizes, sums = round_.sizes, round_.sums
             await operation.settle()
         return RoundStats(
             members=tuple(member.ref for member in members),
@@ -96,6 +96,7 @@ class Runner:
             plan=operation.plan_name,
             predicted_s=operation.predicted_s,
             sizes=sizes,
+            sums=sums,
             roots=_roots_of(operation.plan),
             coded=_coded_by(rank, operation.plan),
         )

@@ -271,6 +271,11 @@ class RunningRound:
         """See RoundStats."""
         return self._buffers.sizes
 
+    @property
+    def sums(self) -> tuple[float, ...]:
+        """See RoundStats."""
+        return self._buffers.sums
+
     def weight_sum(self) -> float:
         """Σw over the members, in rank order."""
         return math.fsum(weight for weight in self.weights if weight is not None)

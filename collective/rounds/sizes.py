@@ -2,8 +2,8 @@
 """How large the numbers are that each member brings into a round, as this member sees them.
 
 A member sees the others' parts where it adds them up, beside its own. It sees the sum of each root, beside its own
-part at that place. A weighted mean is never larger than the largest part of it, so a sum larger than every part is the
-root's own doing, and then counts as its size.
+part at that place. A weighted mean is never larger than the largest part of it. So a sum that is larger than every part
+seen is the root's own doing, or holds a part that only the root has seen: the root says which.
 
 Rules: nothing is judged here. Whoever compares the sizes that all members tell knows what is too large.
 """
@@ -11,6 +11,7 @@ Rules: nothing is judged here. Whoever compares the sizes that all members tell 
 import math
 import statistics
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -67,33 +68,56 @@ class Sizes:
         self._beside[root].take(own)
 
     def by_rank(self) -> tuple[float, ...]:
-        """See RoundStats.sizes."""
+        """Of the parts. See RoundStats.sizes."""
         sizes = [part.size for part in self._parts]
-        whole = Measure()
-        for part in (*self._beside, self._parts[self._rank]):
-            whole.squares, whole.numel = whole.squares + part.squares, whole.numel + part.numel
-        own = sizes[self._rank] = sizes[self._rank] or whole.size  # where nothing is added up here
-        largest = max(sizes)
-        for root, (total, beside) in enumerate(zip(self._sums, self._beside, strict=True)):
+        sizes[self._rank] = sizes[self._rank] or self._whole.size  # where nothing is added up here
+        return tuple(sizes)
+
+    def sums(self) -> tuple[float, ...]:
+        """Of the sums that are larger than every part. See RoundStats.sums."""
+        sizes, whole = self.by_rank(), self._whole.size
+        own, largest = sizes[self._rank], max(sizes)
+        found = []
+        for total, beside in zip(self._sums, self._beside, strict=True):
             seen = 0.0
             if total.size >= HUGE:
                 seen = HUGE
             elif total.numel and own > 0.0:
                 # Where we have hardly moved, others may have: by as much as we did elsewhere.
-                seen = own * (total.size / max(beside.size, whole.size))
-            sizes[root] = min(seen, HUGE) if seen > _BY_CHANCE * largest or seen >= HUGE > largest else sizes[root]
-        return tuple(sizes)
+                seen = own * (total.size / max(beside.size, whole))
+            found.append(min(seen, HUGE) if seen > _BY_CHANCE * largest or seen >= HUGE > largest else 0.0)
+        return tuple(found)
+
+    @property
+    def _whole(self) -> Measure:
+        """All of our own part that was measured."""
+        whole = Measure()
+        for part in (*self._beside, self._parts[self._rank]):
+            whole.squares, whole.numel = whole.squares + part.squares, whole.numel + part.numel
+        return whole
 
 
-def with_further(sizes: Sequence[float], further: Sequence[float]) -> tuple[float, ...]:
-    """One size a member of several rounds that hold other things; 0 is not known.
+class Seen(NamedTuple):
+    """What a member has seen of others, by rank; 0 is not known."""
+
+    sizes: Sequence[float]
+    sums: Sequence[float]
+
+
+def with_further(first: Seen, further: Seen) -> Seen:
+    """One size a member, and one of its sums, of several rounds that hold other things.
 
     Beside the first round's numbers those of a further one, and what goes with a payload, count by the square root of
-    how much larger they are than the others': moments are squares.
+    how much larger they are than the others': moments are squares. What is usual the parts say, of sums as well.
     """
-    known, base = [size for size in sizes if size > 0.0], [size for size in further if size > 0.0]
+    known, base = ([size for size in seen.sizes if size > 0.0] for seen in (first, further))
     if not known or not base:
-        return tuple(sizes if known else further)
+        sums = tuple(map(max, first.sums, further.sums))
+        return Seen(tuple(first.sizes if known else further.sizes), sums)
     usual, base_usual = statistics.median_low(known), statistics.median_low(base)
-    both = zip(sizes, further, strict=True)
-    return tuple(min(HUGE, max(size, usual * math.sqrt(more / base_usual))) for size, more in both)
+
+    def larger(values: Sequence[float], more: Sequence[float]) -> tuple[float, ...]:
+        both = zip(values, more, strict=True)
+        return tuple(min(HUGE, max(value, usual * math.sqrt(other / base_usual))) for value, other in both)
+
+    return Seen(larger(first.sizes, further.sizes), larger(first.sums, further.sums))

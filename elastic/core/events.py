@@ -190,6 +190,7 @@ class ExchangeDone:
     digest: bytes
     weights: tuple[float, ...] = ()
     sizes: tuple[float, ...] = ()
+    sums: tuple[float, ...] = ()
     results: tuple[bytes, ...] = ()
 
 

@@ -110,6 +110,7 @@ class LocalRound:
             consumed=payload.consumed,
             weights=seen.weights,
             sizes=seen.sizes,
+            sums=seen.sums,
             results=seen.results,
             signature=self.signature,
         )

@@ -89,8 +89,9 @@ class Vote(_Message, frozen=True, kw_only=True):
     The `signature` is of the `ballot` (certificate.py); the certificate of the commit carries it to everybody.
     `weight`, `num_tokens` and `consumed` describe the sender's own contribution to the round. `weights` and `sizes` say
     what the sender saw of everybody's, by rank: the weights that it counted with, and how large the numbers were that
-    it added up itself (0: none of this member's). `results` are marks of what each member has added up and given to
-    the sender; one of two members that have other marks of the same sum is not honest.
+    it added up itself (0: none of this member's). `sums` says how large a sum was that each member has given to the
+    sender, where it was larger than all these numbers (else 0; empty: none was). `results` are marks of what each
+    member has added up and given to the sender; one of two members that have other marks of the same sum is not honest.
     """
 
     key: RoundKey
@@ -100,6 +101,7 @@ class Vote(_Message, frozen=True, kw_only=True):
     consumed: Annotated[tuple[IndexRange, ...], Meta(max_length=1024)]
     weights: Annotated[tuple[Weight, ...], Meta(max_length=1024)] = ()
     sizes: Annotated[tuple[Size, ...], Meta(max_length=1024)] = ()
+    sums: Annotated[tuple[Size, ...], Meta(max_length=1024)] = ()
     results: Annotated[tuple[Mark, ...], Meta(max_length=1024)] = ()
     signature: Signature = b""
 

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """What members saw of each other's parts of a round, and whose part or word it was that does not fit.
 
-Every vote says with which weight its sender counted each member's part, how large that part's numbers were where the
-sender added them up, and marks the sums that it was given. A member that tells others different weights, gives them
-different sums, or sends numbers far out of the others' range, is seen by those others. But a vote may lie too. So what
-one member says of another counts against both of them, as with broken links (failures.py), and one voice alone proves
-nothing:
+Every vote says with which weight its sender counted each member's part, and how large that part's numbers were where
+the sender added them up. It marks the sums that it was given, and says how large they were. A member that tells others
+different weights, gives them different sums, or sends numbers far out of the others' range, is seen by those others.
+But a vote may lie too. So what one member says of another counts against both of them, as with broken links
+(failures.py), and one voice alone proves nothing:
 
 * Whoever is at odds with two others has lied. Two honest members are never at odds, so with one liar only it can be.
 * Of one pair that is at odds about a weight nobody can say who lies. The round is tried again, with the weights that
@@ -15,6 +15,11 @@ nothing:
 * Of one pair that is at odds about a size the part is left out: to count it may ruin the state. Its sender goes without
   being called a liar. Who points at a second one next time is at odds with two. If it points at the same one again, it
   goes itself, and so on by turns. Of two members alone the newer one goes, whoever points: there is no third.
+
+A sum that is larger than all parts which its taker has seen counts as a part of its maker. But the maker may have got
+parts that no other has seen: a member that sent large numbers to one other alone used to make that one the liar. So the
+maker's vote explains its sum if it says that the part of a third one, neither its own nor the taker's, was as large. If
+that part is too large the maker points at its sender itself; and whom it points at has no say about its sum.
 
 A part is too large if its numbers are more than `limit` times as large as is usual for the others, as each member saw
 them. Differences grow no faster than the work behind them, so who has done more may send more, in proportion, up to
@@ -42,6 +47,8 @@ _WHILE_UNKNOWN = 10.0
 _MOST_WORK = 16.0
 """How many times the others' work widens the limit at most, however much more a vote claims. A machine that is twenty
 times as fast as the others sends numbers twenty times as large at most: a tenth of the limit then."""
+_AS_LARGE = 2.0
+"""So many times a part explains a sum: the two were seen by different members, and through a codec."""
 _OWN_FACTOR = 2.0
 """How many times its own earlier numbers a member's may be, whatever the others send."""
 _OWN_ROUNDS = 64
@@ -135,7 +142,8 @@ class Witnesses:
         """Whoever contradicts itself, or the coordinator, needs no other witness."""
         liars: dict[PeerId, str] = {}
         for rank, (member, ballot) in enumerate(zip(members, ballots, strict=True)):
-            if len(ballot.weights) != len(members) or len(ballot.sizes) not in (0, len(members)):
+            are_whole = len(ballot.sizes) in (0, len(members)) and len(ballot.sums) in (0, len(ballot.sizes))
+            if len(ballot.weights) != len(members) or not are_whole:
                 liars[member] = "does not say what it has seen of the others' parts"
             elif ballot.weights[rank] != ballot.weight:
                 liars[member] = f"says weight {ballot.weight:g} and has counted its part with {ballot.weights[rank]:g}"
@@ -164,14 +172,11 @@ class Witnesses:
     def _judge_sizes(
         self, members: Sequence[PeerId], ballots: list[Vote], since: Mapping[PeerId, int]
     ) -> Verdict | None:
-        weights = [ballot.weight for ballot in ballots]
         points: list[tuple[PeerId, PeerId]] = []
         factors: dict[PeerId, float] = {}
-        for place, (member, ballot) in enumerate(zip(members, ballots, strict=True)):
-            for rank, factor in self._too_large(members, ballot.sizes, weights):
-                if rank != place:
-                    points.append((member, members[rank]))
-                    factors[members[rank]] = max(factor, factors.get(members[rank], 0.0))
+        for place, rank, factor in self._pointed_at(members, ballots):
+            points.append((members[place], members[rank]))
+            factors[members[rank]] = max(factor, factors.get(members[rank], 0.0))
         if not points:
             return None
         liars = self._at_odds_with_two(points)
@@ -189,6 +194,38 @@ class Witnesses:
         else:
             reason = f"says alone, and not for the first time or of its only partner, that {pointed_at} sends too much"
         return Verdict(left_out={goes: reason})
+
+    def _pointed_at(self, members: Sequence[PeerId], ballots: Sequence[Vote]) -> list[tuple[int, int, float]]:
+        """Which member finds whose part, or whose unexplained sum, too large, and by what factor."""
+        weights = [ballot.weight for ballot in ballots]
+        parts = {
+            (place, rank): factor
+            for place, ballot in enumerate(ballots)
+            for rank, factor in self._too_large(members, ballot.sizes, weights)
+            if rank != place
+        }
+        found = [(place, rank, factor) for (place, rank), factor in parts.items()]
+        for place, ballot in enumerate(ballots):
+            for root, size in enumerate(ballot.sums):
+                # Whom the root itself points at is at odds with it already, and has no say who of the two began.
+                is_answered = root == place or (root, place) in parts
+                if size > 0.0 and not is_answered and not self._is_explained(ballots, place, root):
+                    beside = [size if rank == root else other for rank, other in enumerate(ballot.sizes)]
+                    large = self._too_large(members, beside, weights)
+                    found += [(place, rank, factor) for rank, factor in large if rank == root]
+        return found
+
+    def _is_explained(self, ballots: Sequence[Vote], place: int, root: int) -> bool:
+        """Whether the root says that a third member's part was as large as the sum that it gave to the one at `place`.
+
+        That one has measured the sum by its own numbers, which may be smaller where the root adds up.
+        """
+        parts, own, size = ballots[root].sizes, ballots[place].sizes[place], ballots[place].sums[root]
+        thirds = [part for rank, part in enumerate(parts) if rank not in (root, place)]
+        if not thirds:
+            return False
+        scale = min(1.0, parts[place] / own) if own > 0.0 and parts[place] > 0.0 else 1.0
+        return _AS_LARGE * max(thirds) >= size * scale
 
     def _who_goes(
         self, members: Sequence[PeerId], points: Sequence[tuple[PeerId, PeerId]], since: Mapping[PeerId, int]

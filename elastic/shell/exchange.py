@@ -32,6 +32,7 @@ class Exchanged:
     digest: bytes
     weights: tuple[float, ...] = ()
     sizes: tuple[float, ...] = ()
+    sums: tuple[float, ...] = ()
     results: tuple[bytes, ...] = ()
 
 
@@ -185,7 +186,14 @@ class RunningExchange:
                 self._observe(told.RoundStaged(**told.round_fields(key), digest=digest, seconds=taken_s))
                 weights = tuple(min(weight, _MOST_WEIGHT) for weight in made.weights)
                 self._done(
-                    ExchangeDone(key=key, digest=made.digest, weights=weights, sizes=made.sizes, results=made.results)
+                    ExchangeDone(
+                        key=key,
+                        digest=made.digest,
+                        weights=weights,
+                        sizes=made.sizes,
+                        sums=made.sums,
+                        results=made.results,
+                    )
                 )
 
     def _failed(self, key: RoundKey, error: CollectiveError) -> None:

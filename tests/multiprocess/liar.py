@@ -10,6 +10,7 @@
     two_weights  it tells every other member another weight
     two_results  it gives two of the others another sum than the rest, in rounds; in surveys of links it is honest
     sum          it gives all the same false sum of its slice, in rounds
+    framing      it sends numbers a hundred times as large to one other alone, for the slice that this one adds up
     two_surveys  it tells two of the others that its line is slow, and the rest the truth; its rounds are honest
     digest       it votes for another state than it has computed, in every round
     leased       it asks for 2^31 samples at once, claims to have used up 2^20 a round, or all it gets, and sends noise
@@ -37,6 +38,7 @@ HUGE = 3e38
 ALL_SAMPLES = 2**31
 CLAIMED_SAMPLES = 2**20
 FALSE_SUM = 100.0
+FRAMING = 100.0
 LENGTHENED = 1e6
 AGAINST = -5.0
 SLOW_BYTES_PER_S = 10_000.0
@@ -239,6 +241,18 @@ def lie(kind: str) -> None:
             self._tell_record(chunk, self.result(chunk))
 
         CodedBuffers.finish = falsify  # type: ignore[method-assign]
+    if kind == "framing":
+        part = CodedBuffers.part
+
+        def enlarge(self: CodedBuffers, chunk: int, scratch: Any, *, is_sum: bool, is_into_root: bool) -> memoryview:
+            framed = 0 if self._rank else 1
+            if not is_into_root or self._plan.slices.root_of(chunk) != framed:
+                return part(self, chunk, scratch, is_sum=is_sum, is_into_root=is_into_root)
+            room = scratch.room(self.part_nbytes(chunk, is_into_root=True))
+            self._codec.encode(self._own_part(chunk) * FRAMING, scratch.tensor_of(room))
+            return room
+
+        CodedBuffers.part = enlarge  # type: ignore[method-assign]
     if kind == "mute":
         keep_votes_while(Path(sys.argv[sys.argv.index("--dir") + 1]) / MUTE)
     if kind == "told":

@@ -73,8 +73,8 @@ def test_a_member_that_leases_all_samples_and_claims_them_is_put_out_and_the_los
         assert "times as large as the others'" in liar.outcome().sentences[-1]
         run.until_step(founder.step + 5, *honest)
         run.leave_all()
-    # It may weigh so much that another member's sum looks like a lie of that member: who is named first is no matter.
     assert len(founder.events("lied", of=liar.peer_id)) == 3
+    assert {event["of"] for event in founder.events("lied")} == {liar.peer_id}, "also where its part is most of a sum"
     assert max(event["loss"] for peer in honest for event in peer.events("evaluate")) < SANE_LOSS
     leases = [record for record in read_journal(founder.directory) if isinstance(record, LeaseRecord)]
     assert max(count(record.ranges) for record in leases) < 20 * SAMPLES_PER_ROUND
@@ -88,6 +88,26 @@ def test_a_member_whose_numbers_would_spoil_the_mean_is_put_out_and_the_loss_sta
     with running(tmp_path) as run:
         honest, liar = three_honest_and(run, kind)
         assert_put_out(run, honest, liar, "times as large as the others'")
+
+
+def test_a_member_that_sends_large_numbers_to_one_other_alone_makes_no_liar_of_that_one(tmp_path: Path) -> None:
+    """Before, all others took the sum for that one's doing, and it was put out with 9."""
+    with running(tmp_path) as run:
+        honest, liar = three_honest_and(run, "framing")
+        founder, liar.is_judged = honest[0], True
+        # It does so to the first member. That is another one when the first is out, and then it is at odds with two.
+        run.until("two lies", lambda: len(founder.events("lied", of=liar.peer_id)) > 1)
+        run.until_step(founder.step + 5, *honest)
+        liar.signal(signal.SIGKILL)
+        liar.outcome()  # perhaps it was out already
+        run.leave_all()
+    assert {event["of"] for event in founder.events("lied")} == {liar.peer_id}
+    causes = [event["cause"] for event in founder.events("view_decided")]
+    accused = [cause for cause in causes if "times as large as the others'" in cause]
+    assert "are said to be" in accused[0], "one voice alone, that of the member that was to look like a liar"
+    assert all(liar.peer_id in cause for cause in accused), accused
+    assert max(event["loss"] for peer in honest for event in peer.events("evaluate")) < SANE_LOSS
+    assert_same_commits(*honest)
 
 
 def test_a_member_that_says_its_direction_is_a_million_times_as_long_ruins_nobody_else(tmp_path: Path) -> None:

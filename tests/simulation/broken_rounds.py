@@ -153,6 +153,14 @@ class JudgesNobodyWithoutWork(CoordinatorMachine):
         witnesses._compared = of_workers  # type: ignore[method-assign]
 
 
+class HearsNoRoot(CoordinatorMachine):
+    """What a root says of the parts in its sum explains nothing."""
+
+    def _start(self, config: CoordinatorConfig, state: RunState) -> None:
+        super()._start(config, state)
+        self._closing._witnesses._is_explained = lambda *_: False  # type: ignore[method-assign]
+
+
 class ComparesNoWeights(CoordinatorMachine):
     def _start(self, config: CoordinatorConfig, state: RunState) -> None:
         super()._start(config, state)

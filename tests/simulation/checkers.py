@@ -356,11 +356,19 @@ class Checkers:
         self._work.carried_over(node)
 
     def staged(
-        self, node: "PeerNode", key: RoundKey, made: State, result: Result, *, flawed: bool, sizes: tuple[float, ...]
+        self,
+        node: "PeerNode",
+        key: RoundKey,
+        made: State,
+        result: Result,
+        *,
+        flawed: bool,
+        sizes: tuple[float, ...],
+        sums: tuple[float, ...],
     ) -> None:
         self._had[node.ref].add(made.held.digest)
         self._work.staged(node, key, made, result, flawed=flawed)
-        self._lies.staged(node, key, sizes)
+        self._lies.staged(node, key, sizes, sums)
 
     def installed(self, node: "PeerNode", effect: InstallStaged, made: State, result: Result) -> None:
         demand(made.held == effect.held, "I1", f"{name(node.ref)} installs something else than what is committed")

@@ -34,7 +34,7 @@ from isthmus.collective.core.round_words import (
 )
 from isthmus.collective.core.slices import NOBODY, Route, SlicePlan, butterfly, ring
 from isthmus.collective.core.types import PeerId, PeerRef, RoundKey, View
-from tests.simulation.symbols import FALSE, FALSE_SIZE, ChunkValue, Payload, Result, Share
+from tests.simulation.symbols import FALSE, FALSE_SIZE, FAR_TOO_MUCH, ChunkValue, Payload, Result, Share
 from tests.simulation.world import Violation
 
 if TYPE_CHECKING:
@@ -85,9 +85,11 @@ class Exchange:
         self.weights: list[float | None] = list(told) or [None] * view.world_size
         self.weights[rank] = weight
         self.sizes = [0.0] * view.world_size
+        self._sums_seen = [0.0] * view.world_size
         self._size = payload.size
         self._is_told = bool(told)
         self._sums: dict[int, list[Share]] = defaultdict(lambda: [self.share])
+        self._mass: dict[int, float] = defaultdict(float)  # of a chunk's parts: sizes by weights
         self._chunks: dict[int, ChunkValue] = {}
         self._incoming: ChunkValue = ()
         self._heard_at = dict.fromkeys(range(view.world_size), node.clock.now())
@@ -130,9 +132,10 @@ class Exchange:
             for seen, size in ((rank, frame.size), (self.rank, self._size)):
                 if self.weights[seen]:
                     self.sizes[seen] = max(size, self.sizes[seen])
-        if frame.kind == "result" and FALSE in frame.value and self.share[1] > 0.0:
-            # Larger than any part of it, and than ours at that place, so it is its root's doing.
-            self.sizes[rank], self.sizes[self.rank] = FALSE_SIZE, self._size
+            self._mass[frame.chunk] += frame.size * (self.weights[rank] or 0.0)
+        if frame.kind == "result" and self.share[1] > 0.0 and (FALSE in frame.value or frame.size > self._size):
+            # Larger than ours at that place.
+            self._sums_seen[rank], self.sizes[self.rank] = frame.size, self._size
         try:
             self._run(self.machine.handle(event))
         except ChunkRefused as error:
@@ -242,6 +245,40 @@ class Exchange:
             marks[route.root] = hashlib.sha256(made.encode()).digest()[:16]
         return tuple(marks)
 
+    def seen_sums(self) -> tuple[float, ...]:
+        """Of those that are larger than all parts that this one has seen, as in collective/rounds/sizes.py.
+
+        Who frames another, and alone has given anything, does not complain: the other could compare it with nobody, and
+        would be out by that single word.
+        """
+        is_alone = not any(weight for rank, weight in enumerate(self.weights) if rank != self.rank)
+        if is_alone and self.node.sim.lie_of(self.node.peer_id) == "framed":
+            return (0.0,) * len(self.sizes)
+        largest = max(self.sizes)
+        return tuple(size if size > 2.0 * largest else 0.0 for size in self._sums_seen)
+
+    def _size_for(self, to: PeerRef, kind: str, chunk: int, value: ChunkValue) -> float:
+        """How large the numbers of a frame are."""
+        if kind == "part" and self._frames(to):
+            return FAR_TOO_MUCH
+        if kind != "result":
+            return self._size
+        if FALSE in value:
+            return FALSE_SIZE
+        total = self._size * self.share[1] + self._mass[chunk]
+        weight_sum = sum(weight or 0.0 for weight in self.weights)
+        return total / weight_sum if weight_sum and self._looks_at_means else 0.0
+
+    @property
+    def _looks_at_means(self) -> bool:
+        """Only where somebody is framed do the means of honest parts count; for all others' seeds nobody looks."""
+        return self.node.sim.options.lie == "framed" and all(route.is_star for route in self.machine.slices.routes)
+
+    def _frames(self, to: PeerRef) -> bool:
+        """Whether this is the one member whose slice is to look false: the last of the others, who always has one."""
+        others = [member.ref for member in self.view.members if member.ref != self.node.ref]
+        return self._looks_at_means and self.node.sim.lie_of(self.node.peer_id) == "framed" and to == others[-1]
+
     def seen_weights(self) -> tuple[float, ...]:
         """What the members' parts weigh, as this one says that it has seen it."""
         seen = [0.0 if weight is None else weight for weight in self.weights]
@@ -264,7 +301,8 @@ class Exchange:
         sender = self.node.ref if of is None else self.view.members[of].ref
         if kind == "result" and self._is_betrayed(to):
             value = (*value, ("nobody", 1.0))
-        frame = Frame(sender, self.key, kind, chunk, value, suspects, weight, self._size)
+        size = self._size_for(to, kind, chunk, value)
+        frame = Frame(sender, self.key, kind, chunk, value, suspects, weight, size)
         self.node.sim.bulk.send_frame(self.node, to, frame)
 
 

@@ -35,8 +35,10 @@ class Lies:
         self._overruled: dict[PeerId, tuple[int, PeerRef]] = {}  # in a row, the last time as this start
         self._struck: dict[PeerId, PeerRef] = {}  # which start was wrong last
 
-    def staged(self, node: "PeerNode", key: RoundKey, sizes: tuple[float, ...]) -> None:
-        self._sizes[key][node.ref] = sizes
+    def staged(self, node: "PeerNode", key: RoundKey, sizes: tuple[float, ...], sums: tuple[float, ...]) -> None:
+        # Of a sum that is large by a member's part its root can tell whether that is noise: it has seen the part.
+        false = sums if self._sim.options.lie == "false_sum" else (0.0,) * len(sizes)
+        self._sizes[key][node.ref] = tuple(map(max, sizes, false))
 
     def coordinator_started(self) -> None:
         self._disputes.clear()

@@ -69,6 +69,7 @@ from tests.simulation.broken_rounds import (
     GrantsEveryRepeat,
     GrantsEverything,
     HasUnboundedGrace,
+    HearsNoRoot,
     JudgesNobodyWithoutWork,
     NeedsOnlyOne,
     RecordsOtherWeights,
@@ -178,6 +179,10 @@ MUTANTS: dict[str, Mutant] = {
     "sums_without_work": Mutant(
         what="a member whose part weighs nothing gives all the others a false sum",
         parts=Parts(coordinator=JudgesNobodyWithoutWork),
+    ),
+    "roots_not_heard": Mutant(
+        what="a large part in one member's slice is taken for that member's doing",
+        parts=Parts(coordinator=HearsNoRoot),
     ),
     "any_size": Mutant(
         what="parts count however large their numbers are",

@@ -179,7 +179,8 @@ class Options:
     lie: str = ""
     """What one member says in every round that is not true, see LIES: more weight than its leases allow; numbers that
     are far too large; another weight to each of the others, or to one of them; that one of them has told it another
-    weight; another digest than it has staged; another sum to half of the others; a false sum to all of them. In seeds
+    weight; another digest than it has staged; another sum to half of the others; a false sum to all of them; numbers
+    that are far too large to one of them alone, for the slice that this one adds up. In seeds
     with few faults also: another weight of its own part; that it cannot finish, before it votes; that one after the
     other has told it to give up; that one after the other cannot be reached; a vote with a signature
     that it has not made for it."""
@@ -195,7 +196,14 @@ class Options:
 
         They are drawn apart from what happens: the same options given by hand make the same history.
         """
-        return cls.plain_of_seed(seed)._with_false_sums(seed)._with_tales(seed)._with_method(seed)._and_rare(seed)
+        return (
+            cls.plain_of_seed(seed)
+            ._with_false_sums(seed)
+            ._with_tales(seed)
+            ._with_frames(seed)
+            ._with_method(seed)
+            ._and_rare(seed)
+        )
 
     @classmethod
     def plain_of_seed(cls, seed: int) -> "Options":
@@ -282,6 +290,12 @@ class Options:
             return self
         return self.with_(lie="tells")
 
+    def _with_frames(self, seed: int) -> "Options":
+        """A part of those who send numbers that are too large send them to one other member alone; drawn apart."""
+        if self.lie not in ("size", "false_sum") or random.Random(f"frames of {seed}").random() < 0.6:
+            return self
+        return self.with_(lie="framed", plan="butterfly", num_peers=max(3, self.num_peers))
+
     def _and_more(self, seed: int) -> "Options":
         """Those faults, drawn apart: a seed that draws none of them keeps its history."""
         rng = random.Random(f"more options of {seed}")
@@ -329,7 +343,7 @@ class Options:
         steps = rng.choice((1, 1, 2, 4))
         delay = rng.choice((0, rng.randint(0, steps), steps, rng.randint(steps, 3 * steps)))
         ops = rng.choice(OPS)
-        if self.lie in ("two_results", "false_sum"):
+        if self.lie in ("two_results", "false_sum", "framed"):
             ops = ("mean",)  # nobody adds up anything in the others
         first_inner_step = rng.choice((0, steps, steps, rng.randint(1, 2 * steps)))
         num_rounds = rng.randint(1, self.num_fragments)

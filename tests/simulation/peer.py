@@ -343,8 +343,8 @@ class PeerNode(Process):
         pairs = pairs_in(rounds, self.exchange.view, key, result)
         made = self.state.after(common(rounds, pairs, result), flaw=flaw)
         self.staged = (key, made, result, met_by(self.peer_id, pairs, result))
-        sizes = tuple(self.exchange.sizes)
-        self.sim.checkers.staged(self, key, made, result, flawed=flawed, sizes=sizes)
+        sizes, sums = tuple(self.exchange.sizes), self.exchange.seen_sums()
+        self.sim.checkers.staged(self, key, made, result, flawed=flawed, sizes=sizes, sums=sums)
         self.progress += 1
         # The outer optimizer runs in a thread: its end is an event of its own.
         weights = self.exchange.seen_weights()
@@ -357,7 +357,7 @@ class PeerNode(Process):
             told_by = other if lie == "tells" else None
             said = RoundFailed(key=key, suspects=suspects, cause="says so, and votes", told_by=told_by)
             self.sim.control.send_to_coordinator(self, said)
-        done = ExchangeDone(key=key, digest=made.held.digest, weights=weights, sizes=sizes, results=marks)
+        done = ExchangeDone(key=key, digest=made.held.digest, weights=weights, sizes=sizes, sums=sums, results=marks)
         self.later(0.001, "absorbed", self.feed, done)
 
     def exchange_failed(self, key: RoundKey, suspects: tuple[PeerId, ...], cause: str, told_by: PeerId | None) -> None:

@@ -126,7 +126,7 @@ CAUGHT_BY = {
     "no_epoch_fence": 4, "no_links": 1, "no_pauses": 38, "older_start_heard": 61, "older_start_not_told": 171,
     "on_its_way_is_deaf": 45, "one_goes_on": 12, "one_voice_is_enough": 24, "other_weight_recorded": 1,
     "owed_too_early": 14, "owed_work_lost": 4, "pauses_add_up": 8, "put_out_let_back": 43, "rolled_back_at_once": 9,
-    "rolled_back_too_far": 28, "snapshot_without_departed": 107, "snapshot_without_excused": 72,
+    "rolled_back_too_far": 28, "roots_not_heard": 76, "snapshot_without_departed": 107, "snapshot_without_excused": 72,
     "snapshot_without_leases": 1, "snapshot_without_past": 128, "splits_add_up": 6, "state_taken_away": 3,
     "store_without_fence": 7, "strikes_of_any_start": 24, "struck_stay": 26, "sums_not_compared": 219,
     "sums_without_work": 20, "time_goes_on": 39, "tokens_for_weights": 1, "unaware_welcomed": 3,

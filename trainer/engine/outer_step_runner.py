@@ -140,7 +140,8 @@ class OuterStepRunner:
         )
         await self.keeper.before_vote(key, entry)
         self._staged = entry, tuple(made.own_weights)
-        return Exchanged(digest=digest, weights=made.weights, sizes=made.sizes, results=marking.result())
+        sums = made.sums if any(made.sums) else ()
+        return Exchanged(digest=digest, weights=made.weights, sizes=made.sizes, sums=sums, results=marking.result())
 
     async def _tell_speed(self, view: View, key: RoundKey) -> tuple[float, ...]:
         """Beside the payloads: it costs no trip of its own."""

@@ -28,7 +28,7 @@ from isthmus.collective import Communicator, RoundStats
 from isthmus.collective.codec import Codec, codec_named
 from isthmus.collective.codec.base import first_non_finite
 from isthmus.collective.core.types import HUGE, PeerId, RoundKey, View
-from isthmus.collective.rounds.sizes import Measure, with_further
+from isthmus.collective.rounds.sizes import Measure, Seen, with_further
 from isthmus.collective.transport.wire import MAX_WEIGHT
 from isthmus.elastic.state.digest import digest_of
 from isthmus.elastic.state.replica import ResultChunk, RoundRecord
@@ -63,14 +63,19 @@ class RoundResults:
     """By rank: what each member's work weighs, before any factor."""
     sizes: tuple[float, ...] = ()
     """By rank: how large its numbers were; 0: not seen."""
+    sums: tuple[float, ...] = ()
+    """By rank: how large the sum was that it gave to all, where no part seen was so large; else 0."""
     markers: list[Callable[[], list[bytes]]] = field(default_factory=list)
     """By round: see `marks`."""
     stats: list[RoundStats] = field(default_factory=list)
     """Of the payloads' operations."""
 
-    def saw(self, sizes: Sequence[float]) -> None:
-        """How large the members' numbers were in a round, by rank."""
-        self.sizes = with_further(self.sizes, sizes) if self.sizes else tuple(sizes)
+    def saw(self, sizes: Sequence[float], sums: Sequence[float] = ()) -> None:
+        """How large the members' numbers were in a round, and sums beyond all of them, by rank."""
+        seen = Seen(sizes, sums or [0.0] * len(sizes))
+        if self.sizes:
+            seen = with_further(Seen(self.sizes, self.sums), seen)
+        self.sizes, self.sums = tuple(seen.sizes), tuple(seen.sums)
 
     def marks(self) -> tuple[bytes, ...]:
         """By rank: a mark of what each has given to all others; empty where that went through third hands. Slow."""
@@ -237,7 +242,7 @@ class RoundExchange:
         )
         self._remember_coded(attempt.payload.round_, stats)
         exchanged.stats.append(stats)
-        exchanged.saw(stats.sizes)
+        exchanged.saw(stats.sizes, stats.sums)
         chunks.sort(key=lambda chunk: chunk.start_numel)
         record = attempt.record(codec, stats.weights, tuple(chunks))
         exchanged.results.append((result_of(record, out), record))

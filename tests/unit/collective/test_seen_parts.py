@@ -107,7 +107,7 @@ async def test_a_part_that_makes_the_sum_overflow_is_as_large_as_can_be_said_whe
 
 @pytest.mark.parametrize("weights", [(10.0, 20.0, 30.0), (10.0, 20.0, 0.0)])
 @pytest.mark.parametrize(("codec", "value"), [("raw", 100.0), ("raw", math.nan), ("int8", 100.0)])
-async def test_a_root_that_gives_all_the_same_false_sum_is_as_large_as_that(
+async def test_a_false_sum_that_a_root_gives_to_all_is_told_as_a_sum_and_not_as_a_part(
     sites_running, monkeypatch, codec, value, weights
 ):
     made_by = RoundBuffers if codec == "raw" else CodedBuffers
@@ -124,8 +124,9 @@ async def test_a_root_that_gives_all_the_same_false_sum_is_as_large_as_that(
     async with sites_running(3) as sites:
         _, stats = await reduce_all(sites, [noise(rank, 1.0) for rank in range(3)], weights, codec=codec)
     for stat in stats[:2]:
-        assert all(0.5 < size < 2.0 for size in stat.sizes[:2]), stat.sizes
-        assert stat.sizes[2] == (HUGE if math.isnan(value) else pytest.approx(value, rel=0.05))
+        assert all(0.5 < size < 2.0 for size in stat.sizes[: 3 if weights[2] else 2]), stat.sizes
+        assert stat.sums == (0.0, 0.0, HUGE if math.isnan(value) else pytest.approx(value, rel=0.05))
+    assert not any(stats[2].sums)
 
 
 @pytest.mark.parametrize("is_sum", [False, True])
@@ -137,7 +138,8 @@ def test_who_sends_zeros_itself_says_all_the_same_whose_numbers_cannot_be_counte
         seen.saw_sum(2, torch.full((8,), math.nan), zeros)
     else:
         seen.saw_part(2, None)
-    assert seen.by_rank() == (0.0, 0.0, HUGE), "and of all others nothing, for want of a measure"
+    told = seen.sums() if is_sum else seen.by_rank()
+    assert told == (0.0, 0.0, HUGE), "and of all others nothing, for want of a measure"
 
 
 @pytest.mark.parametrize("codec", ["raw", "int8"])
@@ -151,9 +153,22 @@ async def test_who_adds_nothing_up_sees_false_sums_too(sites_running, monkeypatc
         _, stats = await reduce_all(sites, [noise(rank, 1.0)[:200] for rank in range(3)], [1.0] * 3, codec=codec)
     assert stats[0].roots == ((1, 0, 200),)
     for rank in (0, 2):
-        assert stats[rank].sizes[1] == pytest.approx(33.0, rel=0.3)
+        assert stats[rank].sums == (0.0, pytest.approx(33.0, rel=0.3), 0.0)
         assert stats[rank].sizes[rank] == pytest.approx(1.0, rel=0.2)
-        assert stats[rank].sizes[2 - rank] == 0.0
+        assert stats[rank].sizes[1] == stats[rank].sizes[2 - rank] == 0.0
+
+
+@pytest.mark.parametrize("codec", ["raw", "int8"])
+async def test_a_part_that_is_large_in_one_slice_is_a_part_to_its_root_and_a_sum_to_all_others(sites_running, codec):
+    parts = [noise(rank, 1.0) for rank in range(4)]
+    parts[3][NUMEL // 4 + 1000 : NUMEL // 2 - 1000] *= 100.0  # in the slice of rank 1
+    async with sites_running(4) as sites:
+        _, stats = await reduce_all(sites, parts, [1.0] * 4, codec=codec)
+    for rank in (0, 2):
+        assert stats[rank].sizes == pytest.approx((1.0,) * 4, rel=0.05)
+        assert stats[rank].sums == (0.0, pytest.approx(25.0, rel=0.1), 0.0, 0.0)
+    assert stats[1].sizes == (*[pytest.approx(1.0, rel=0.05)] * 3, pytest.approx(100.0, rel=0.1))
+    assert not any(stats[1].sums)
 
 
 async def test_a_part_without_weight_has_no_size_since_it_is_in_no_sum(sites_running):
@@ -171,6 +186,7 @@ async def test_an_honest_sum_is_nobodys_size_however_much_members_and_places_dif
         start = rank * NUMEL // 4
         true = [part[start : start + NUMEL // 4].square().mean().sqrt().item() for part in parts]
         assert stat.sizes == pytest.approx(true, rel=0.05)
+        assert not any(stat.sums)
 
 
 @pytest.mark.parametrize("codec", ["raw", "int8"])

@@ -222,6 +222,16 @@ async def test_a_note_far_out_of_the_others_range_makes_its_sender_as_large(hash
         assert made.sizes == pytest.approx((1.0, math.sqrt(1e10 / 4.0), 1.0), rel=0.5)
 
 
+def test_a_false_sum_of_a_further_round_counts_by_the_square_root_of_how_much_larger_it_is_than_parts() -> None:
+    made = RoundResults()
+    made.saw((1.0, 1.0, 2.0), (0.0, 9.0, 0.0))
+    made.saw((0.01, 0.01, 0.01), (0.0, 0.04, 4.0))
+    assert made.sizes == pytest.approx((1.0, 1.0, 2.0))
+    assert made.sums == pytest.approx((0.0, 9.0, 20.0))
+    made.saw((0.0, 0.0, 0.0), (HUGE, 0.0, 0.0))
+    assert made.sums == pytest.approx((HUGE, 9.0, 20.0)), "also beside a round in which nobody's numbers are known"
+
+
 async def test_notes_that_are_not_as_many_as_the_round_has_are_refused_before_anything_is_sent(hasher: Hasher) -> None:
     async with three(hasher) as sites:
         found = await exchanged(sites, dataclasses.replace(GATHER, num_notes=2), gives=noted)
