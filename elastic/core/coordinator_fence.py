@@ -9,6 +9,7 @@ What counts is taken in here, as far as epoch and chain go.
 from collections import Counter
 
 from isthmus.collective.core.types import Epoch
+from isthmus.elastic.core.certificate import Certificate
 from isthmus.elastic.core.chain import Chain
 from isthmus.elastic.core.messages import Commit, CoordinatorMessage, Evicted, Held, NewView, Rebuilt, Welcome
 from isthmus.elastic.core.place import Phase, Place
@@ -27,6 +28,9 @@ class CoordinatorFence:
         self._place, self.chain, self._counters = place, chain, counters
         self.epoch = Epoch(0) if chain.newest is None else chain.newest.key.epoch
         """The newest one heard of."""
+        self._rebuilt: Rebuilt | None = (
+            None  # the newest such word: what was committed before it and after that is void
+        )
 
     def admit(self, said: CoordinatorMessage) -> CoordinatorMessage | None:
         """The word, if it counts; None if it is void. A view without this peer means that it is evicted."""
@@ -60,6 +64,7 @@ class CoordinatorFence:
                     self.epoch,
                     certificate.key.epoch < self.epoch and certificate.made not in self._known(),
                 )
+                is_void |= self._is_given_up(certificate)
                 if not is_void and not self.chain.take(certificate):
                     return None
             case _:
@@ -68,7 +73,16 @@ class CoordinatorFence:
             self._counters["old_epoch"] += 1
             return None
         self.epoch = epoch
+        if isinstance(said, Rebuilt):
+            self._rebuilt = said
         return said
+
+    def _is_given_up(self, certificate: Certificate) -> bool:
+        """Whether the run has gone back behind this commit: another coordinator may still tell of it (seed 55061)."""
+        rebuilt = self._rebuilt
+        if rebuilt is None or certificate.key.epoch >= rebuilt.epoch:
+            return False
+        return rebuilt.certificate is None or certificate.order > rebuilt.certificate.order
 
     def _known(self) -> list[Held | None]:
         """The states that this peer was told of, or has made."""

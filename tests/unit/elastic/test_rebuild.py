@@ -681,6 +681,20 @@ def test_catch_up_that_ends_in_a_state_that_was_given_up_meanwhile_counts_for_no
     assert driver.ordered() == [CatchUp(target=held(5), donors=(member(2),))]
 
 
+def test_commit_that_the_run_has_gone_back_behind_is_not_believed_by_a_learner_that_was_on_its_way_to_it() -> None:
+    """Another coordinator told of it, and with it the run's next commits did not fit the chain (seed 55061)."""
+    driver = MemberDriver()
+    driver.feed(Connected())
+    given_up = certificate(4, 5, 1, 2, 3, parent=LAST)
+    driver.hears(Welcome(epoch=Epoch(4), target=given_up.made, donors=(member(2),)))
+    driver.hears(Rebuilt(epoch=REBUILT_EPOCH, certificate=None))
+    driver.hears(Commit(certificate=given_up))
+    assert driver.kept() == []
+    made = certificate(REBUILT_EPOCH + 1, 5, 2)
+    driver.hears(Commit(certificate=made))
+    assert driver.kept() == [made]
+
+
 def test_rebuilt_from_a_forged_certificate_is_not_believed() -> None:
     driver = active()
     assert driver.hears(Rebuilt(epoch=REBUILT_EPOCH, certificate=FORGED)) == []
