@@ -29,7 +29,7 @@ class CoordinatorFence:
         self.epoch = Epoch(0) if chain.newest is None else chain.newest.key.epoch
         """The newest one heard of."""
         self._rebuilt: Rebuilt | None = (
-            None  # the newest such word: what was committed before it and after that is void
+            None  # what was given up is void
         )
 
     def admit(self, said: CoordinatorMessage) -> CoordinatorMessage | None:
