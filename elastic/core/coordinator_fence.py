@@ -28,9 +28,7 @@ class CoordinatorFence:
         self._place, self.chain, self._counters = place, chain, counters
         self.epoch = Epoch(0) if chain.newest is None else chain.newest.key.epoch
         """The newest one heard of."""
-        self._rebuilt: Rebuilt | None = (
-            None  # what was given up is void
-        )
+        self._rebuilt: Rebuilt | None = None  # what was given up is void
 
     def admit(self, said: CoordinatorMessage) -> CoordinatorMessage | None:
         """The word, if it counts; None if it is void. A view without this peer means that it is evicted."""
