@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from isthmus.collective.core.types import Epoch, Incarnation, Member, OuterStep, PeerId, PeerRef, RoundKey, View
 from isthmus.elastic.audit import audit
 from isthmus.elastic.core.certificate import Certificate
+from isthmus.elastic.core.leases import MAX_INDEX
 from isthmus.elastic.core.messages import IndexRange
 from isthmus.elastic.core.records import (
     BarRecord,
@@ -57,7 +58,7 @@ def simulated(seed: int) -> tuple[Record, ...]:
 
 def could_have_been(records: list[Record]) -> bool:
     """Judged without the audit: by the coordinator's fold, and by books that are kept sample by sample."""
-    told, leases = History(), Leases()
+    told, leases = History(), Leases(MAX_INDEX)
     members: set[PeerRef] = set()
     starts: dict[PeerId, int] = {}
     try:
