@@ -45,7 +45,8 @@ def test_a_member_whose_exchange_hangs_is_not_awaited_because_it_trains_on() -> 
 
 
 def test_a_large_part_beside_members_of_very_unequal_work_is_within_the_others_range() -> None:
-    assert Simulator(41572).run().violation is None
+    options = Options.of_seed(41572).with_(lie="size")  # it has drawn another lie since
+    assert Simulator(41572, options=options).run().violation is None
 
 
 def test_no_view_names_a_member_that_was_barred_before_a_restart() -> None:
