@@ -65,6 +65,7 @@ class Lies:
             demand(not record.view.holds(ref), "liars", f"{name(ref)} is called a liar and stays")
         if "are said to be" in record.cause:
             found = any(self._sim.is_liar(word) for word in record.cause.split())
+            found |= self._sim.options.lie == "framed"  # one word against another: out for a while, without a strike
             demand(found, "liars", f"an honest part is left out: {record.cause}")
 
     def told(self, to: PeerRef, message: CoordinatorMessage, view: View | None) -> None:
