@@ -198,17 +198,23 @@ def _foe(run: Run, hostile: Process, others: list[Process]) -> Foe:
     return Foe(me.ref, security, run_id, kept.terms.digest(), addresses[0], addresses, tuple(refs))
 
 
+def _foe_beside_two(run: Run) -> tuple[Foe, list[Process]]:
+    """Somebody with the key of a member, which has ended, and two peers that go on without it."""
+    others = [run.found("--peers", "2", "--min-peers", "2", "--outer-steps", str(OPEN_END))]
+    run.wait_for_ticket()
+    others.append(run.join())
+    hostile = run.join()
+    run.until_step(3, *others, hostile)
+    hostile.kill()
+    foe = _foe(run, hostile, others)
+    run.until_step(others[0].step + 3, *others)
+    return foe, others
+
+
 def test_a_hostile_member_tries_all_it_can_say_and_nobody_else_notices(tmp_path: Path) -> None:
     assert len(ATTEMPTS) >= 30
     with running(tmp_path) as run:
-        others = [run.found("--peers", "2", "--min-peers", "2", "--outer-steps", str(OPEN_END))]
-        run.wait_for_ticket()
-        others.append(run.join())
-        hostile = run.join()
-        run.until_step(3, *others, hostile)
-        hostile.kill()
-        foe = _foe(run, hostile, others)
-        run.until_step(others[0].step + 3, *others)
+        foe, others = _foe_beside_two(run)
         epoch = _epoch(others[0])
         for name, attempt in ATTEMPTS.items():
             with contextlib.suppress(CollectiveError):
@@ -252,14 +258,7 @@ async def _floods(foe: Foe, is_over: Callable[[], bool]) -> int:
 def test_a_learner_that_floods_the_coordinator_holds_up_nobody(tmp_path: Path) -> None:
     # Found before: at 2.8 MB/s for ten seconds there was one commit, and both honest peers were dropped as silent.
     with running(tmp_path) as run:
-        others = [run.found("--peers", "2", "--min-peers", "2", "--outer-steps", str(OPEN_END))]
-        run.wait_for_ticket()
-        others.append(run.join())
-        hostile = run.join()
-        run.until_step(3, *others, hostile)
-        hostile.kill()
-        foe = _foe(run, hostile, others)
-        run.until_step(others[0].step + 3, *others)
+        foe, others = _foe_beside_two(run)
         epoch, target = _epoch(others[0]), others[0].step + 60
         num_sent = asyncio.run(_floods(foe, lambda: all(peer.step >= target for peer in others)))
         assert num_sent > 4000, "more than anybody may say at once"
