@@ -46,7 +46,7 @@ _WHILE_UNKNOWN = 10.0
 """How many times wider the limit is before the first commit, and after a restart of the coordinator."""
 _MOST_WORK = 16.0
 """How many times the others' work widens the limit at most, however much more a vote claims. A machine that is twenty
-times as fast as the others sends numbers twenty times as large at most: a tenth of the limit then."""
+times as fast as the others sends numbers twenty times as large at most: an eighth of the limit then."""
 _AS_LARGE = 2.0
 """So many times a part explains a sum: the two were seen by different members, and through a codec."""
 _OWN_FACTOR = 2.0
