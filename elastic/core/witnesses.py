@@ -14,7 +14,8 @@ But a vote may lie too. So what one member says of another counts against both o
   is then no strike.
 * Of one pair that is at odds about a size the part is left out: to count it may ruin the state. Its sender goes without
   being called a liar. Who points at a second one next time is at odds with two. If it points at the same one again, it
-  goes itself, and so on by turns. Of two members alone the newer one goes, whoever points: there is no third.
+  goes itself, and so on by turns. Of two members alone the newer one goes, whoever points: there is no third. If the
+  other one could commit nothing without it, that one goes the next time: its payload may be what is wrong (seed 9379).
 
 A sum that is larger than all parts which its taker has seen counts as a part of its maker. But the maker may have got
 parts that no other has seen: a member that sent large numbers to one other alone used to make that one the liar. So the
@@ -83,6 +84,7 @@ class Witnesses:
         self._limit = limit
         self._at_odds: deque[frozenset[PeerId]] = deque(maxlen=_MAX_LINKS)  # pairs, over all rounds
         self._went: dict[frozenset[PeerId], PeerId] = {}  # which of a pair at odds about a size, the last time
+        self._newer_went = False  # of two members alone, since the last commit
         self._usual: deque[float] = deque(maxlen=_ROUNDS_KNOWN)
         self._own: deque[dict[PeerId, float]] = deque(maxlen=_OWN_ROUNDS)  # the largest that was in range, by commit
 
@@ -118,6 +120,7 @@ class Witnesses:
         as the first newcomer, which warms up, had given to one round (tests/netns/test_behind_nats.py).
         Of two always the smaller, among parts as among members: the other may be the liar's (seeds 1006, 6348).
         """
+        self._newer_went = False
         self._own.append(self._in_range(members, votes))
         seen = [[size for size in votes[member].sizes if size > 0.0] for member in members]
         alone = len(members) == 1  # else a single size is nobody's middle
@@ -234,7 +237,9 @@ class Witnesses:
         accuser, pointed_at = max(points, key=lambda point: members.index(point[1]))
         pair, never = frozenset((accuser, pointed_at)), max(since.values(), default=0) + 1
         if len(members) == 2:
-            return max(members, key=lambda peer: (since.get(peer, never), members.index(peer))), pointed_at
+            older, newer = sorted(members, key=lambda peer: (since.get(peer, never), members.index(peer)))
+            self._newer_went = not self._newer_went
+            return newer if self._newer_went else older, pointed_at
         goes = accuser if self._went.pop(pair, None) == pointed_at else pointed_at
         self._went[pair] = goes
         if len(self._went) > _MAX_LINKS:

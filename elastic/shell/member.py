@@ -176,6 +176,7 @@ class Membership:
         self._borrowing_progress = 0
         self._blocked = False
         self._went_back_in = 0
+        self._asked_last: Rebuilding | None = None
 
     # -------------------------------------------------------------------------------- the trainer's side
 
@@ -362,9 +363,11 @@ class Membership:
                 self._learner.overruled(made, voted)
         elif isinstance(message, Welcome) and message.target is not None:
             self._learner.heard_of(message.target)  # one that is on its way to an older target may meet it
-        elif isinstance(message, Rebuilding):
+        elif isinstance(message, Rebuilding) and message != self._asked_last:
+            self._asked_last = message  # the same is asked again and again until enough have answered
             self._observe(told.CoordinatorAsks(testified=message.testified, needed=message.needed))
         elif isinstance(message, Rebuilt) and message.epoch > self._went_back_in:
+            self._asked_last = None
             self._went_back_in = message.epoch  # it is told again until this peer's answer arrives
             self._learner.went_back()
             step = 0 if message.certificate is None else message.certificate.made.outer_step

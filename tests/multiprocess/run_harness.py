@@ -448,6 +448,18 @@ def make_folder(folder: Path, *, id_begins: str) -> Path:
     return folder
 
 
+def lose_journal(coordinator: Process) -> None:
+    """SIGKILL, and everything that begins with the journal's name is gone."""
+    coordinator.kill()
+    for path in coordinator.directory.glob("journal.sqlite*"):
+        path.unlink()
+
+
+def until_rebuilt(run: Run, coordinator: Process, times: int) -> None:
+    """Wait until it has rebuilt the run so many times."""
+    run.until("rebuilt run", lambda: len(coordinator.events("rebuilt")) >= times)
+
+
 @contextlib.contextmanager
 def running(folder: Path, *, forks: bool = True, **environment: str) -> Iterator[Run]:
     """A run whose processes are gone afterwards, whatever happens.

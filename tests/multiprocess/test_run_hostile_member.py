@@ -36,7 +36,7 @@ from isthmus.elastic.state.wire import ChunkRequest, CommitRequest, ManifestRequ
 from isthmus.elastic.wire import encode
 from isthmus.trainer.contact.admission import hello_maker
 from isthmus.trainer.run.founding import recall_membership
-from tests.multiprocess.liar import forged
+from tests.multiprocess.lies.in_words import forged
 from tests.multiprocess.run_harness import OPEN_END, Process, Run, assert_same_commits, running
 from tests.multiprocess.test_run_keys import TIMEOUT_S, _address_of, _identity_in
 

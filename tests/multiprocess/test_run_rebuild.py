@@ -11,7 +11,17 @@ import pytest
 from isthmus.elastic.core.leases import count
 from isthmus.elastic.core.records import CommitRecord, LeaseRecord, RebuildRecord, Record, ReleaseRecord
 from isthmus.elastic.core.run_state import RunState
-from tests.multiprocess.run_harness import LEFT, OPEN_END, Process, Run, assert_same_commits, read_journal, running
+from tests.multiprocess.run_harness import (
+    LEFT,
+    OPEN_END,
+    Process,
+    Run,
+    assert_same_commits,
+    lose_journal,
+    read_journal,
+    running,
+    until_rebuilt,
+)
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(300)]
 
@@ -19,20 +29,9 @@ NUM_LOSSES = 4
 INTEGRITY = 9
 
 
-def lose_journal(coordinator: Process) -> None:
-    """SIGKILL, and everything that begins with the journal's name is gone."""
-    coordinator.kill()
-    for path in coordinator.directory.glob("journal.sqlite*"):
-        path.unlink()
-
-
 def rebuilt_event(coordinator: Process, number: int) -> dict[str, object]:
     """What the coordinator wrote down when it rebuilt the run for the `number`-th time."""
     return coordinator.events("rebuilt")[number]
-
-
-def until_rebuilt(run: Run, coordinator: Process, times: int) -> None:
-    run.until("rebuilt run", lambda: len(coordinator.events("rebuilt")) >= times)
 
 
 def until_going_on(run: Run, peers: Sequence[Process], steps: int = 3) -> None:
@@ -78,6 +77,8 @@ def test_run_goes_on_from_its_peers_certificates_whenever_the_coordinator_loses_
             coordinator = run.coordinator(*again, folder=coordinator.directory)
             until_rebuilt(run, coordinator, loss + 1)
             event = rebuilt_event(coordinator, loss)
+            said = [item["testified"] for item in peers[0].events("fault", kind="journal_lost")]
+            assert len(said) <= 3 * (loss + 1), f"said again without anything new: {said}"
             assert int(str(event["outer_step"])) >= known, "a step that a peer had committed is lost"
             assert event["insisted"] is False
             until_going_on(run, peers)

@@ -1,0 +1,55 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A run with three honest peers and a liar among them, and what must be true of it. Not tests."""
+
+import math
+
+from tests.multiprocess.run_harness import OPEN_END, Process, Run, assert_same_commits
+
+DIVERGED, INTEGRITY = 8, 9
+SANE_LOSS = 2 * math.log(256)
+"""Of bytes: twice what a model has that knows nothing."""
+
+
+def three_honest_and(run: Run, kind: str, *flags: str, after: int = 0) -> tuple[list[Process], Process]:
+    """Three peers that are under way, and one that joins them and lies, after so many outer steps of theirs."""
+    founder = run.found("--peers", "3", "--outer-steps", str(OPEN_END), "--eval.every", "1", *flags)
+    run.wait_for_ticket()
+    honest = [founder, run.join(), run.join()]
+    run.until_step(after, *honest)
+    liar = run.join_as_liar(kind)
+    run.until_step(1, *honest)
+    return honest, liar
+
+
+def assert_put_out(run: Run, honest: list[Process], liar: Process, *words: str) -> None:
+    """The liar ends, told what it did; the coordinator has named it three times; the others' state is sane."""
+    liar.is_judged = True
+    outcome = liar.outcome()
+    assert outcome.code == INTEGRITY, run.story()
+    for word in (liar.peer_id, "3 times in a row", *words):
+        assert word in outcome.sentences[-1]
+    run.until_step(honest[0].step + 5, *honest)
+    run.leave_all()
+    founder = honest[0]
+    assert len(founder.events("lied", of=liar.peer_id)) == 3
+    assert {event["of"] for event in founder.events("lied")} == {liar.peer_id}
+    assert f"member_lied of={liar.peer_id}" in founder.console.with_suffix(".err").read_text()
+    losses = [event["loss"] for peer in honest for event in peer.events("evaluate")]
+    assert losses
+    assert max(losses) < SANE_LOSS
+    assert_same_commits(*honest)
+
+
+def causes_of(founder: Process) -> list[str]:
+    """Of all its views."""
+    return [event["cause"] for event in founder.events("view_decided")]
+
+
+def put_out(founder: Process, peer: Process) -> list[str]:
+    """Why it was dropped as one of the members that could not finish a round together."""
+    return [cause for cause in causes_of(founder) if f"{peer.peer_id} dropped: members could not finish" in cause]
+
+
+def plans_differed(founder: Process) -> list[str]:
+    """Which of these say that members planned a round differently."""
+    return [cause for cause in causes_of(founder) if "plan differently" in cause]

@@ -1,0 +1,188 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Members that lie in their votes and words: each loses only itself, and commits go on."""
+
+import signal
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from isthmus.elastic.core.rebuild import EPOCHS_A_REBUILD, MOST_AHEAD
+from tests.multiprocess.lies.beside import assert_put_out, causes_of, put_out, three_honest_and
+from tests.multiprocess.lies.in_words import FAR_STEP, LATE_S
+from tests.multiprocess.run_harness import OPEN_END, assert_same_commits, lose_journal, running, until_rebuilt
+
+pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(200)]
+
+
+def test_a_member_that_is_overruled_three_times_in_a_row_is_put_out(tmp_path: Path) -> None:
+    with running(tmp_path) as run:
+        honest, liar = three_honest_and(run, "digest")
+        assert_put_out(run, honest, liar, "another result")
+
+
+def test_a_member_that_was_overruled_holds_no_state_for_a_coordinator_that_starts_again(tmp_path: Path) -> None:
+    flags = ("--members.start_peers", "3", "--run.outer_steps", str(OPEN_END), "--members.durable", "true")
+    flags += ("--checkpoint.every", "20", "--model.dim", "128", "--model.hidden_dim", "256")
+    slowly = ("--max-upload", "400kB")  # the liar has no time to fetch what it was overruled with
+    with running(tmp_path) as run:
+        coordinator = run.coordinator(*flags)
+        run.wait_for_ticket()
+        honest = [run.join(*slowly), run.join(*slowly)]
+        liar = run.join_as_liar("digest")
+        run.until("overruled vote", lambda: bool(coordinator.events("lied")))
+        for process in (*honest, coordinator):
+            process.kill()
+        step = max(peer.step for peer in honest)
+        num_commits = len(coordinator.events("commit_decided"))
+
+        coordinator = run.coordinator(*flags, folder=coordinator.directory)
+        run.wait_for_ticket()
+        run.until("word to the liar", lambda: bool(liar.events("learner")))
+        assert len(coordinator.events("commit_decided")) == num_commits
+        honest = [run.join(folder=peer.directory) for peer in honest]
+        liar.is_judged = True  # it goes on lying
+        run.until_step(step + 3, *honest)
+        liar.signal(signal.SIGKILL)
+        for peer in honest:
+            peer.signal(signal.SIGINT)
+        run.until_ended(*honest)
+        coordinator.signal(signal.SIGINT)
+        run.until_ended(coordinator)
+    assert_same_commits(*honest)
+
+
+def test_a_member_that_does_not_sign_what_it_votes_for_is_put_out(tmp_path: Path) -> None:
+    with running(tmp_path) as run:
+        honest, liar = three_honest_and(run, "unsigned")
+        assert_put_out(run, honest, liar, "has not signed what it votes for")
+
+
+def test_a_member_that_always_says_it_was_told_to_give_up_is_out_for_longer_and_longer_while_commits_go_on(
+    tmp_path: Path,
+) -> None:
+    with running(tmp_path) as run:
+        honest, liar = three_honest_and(run, "told")
+        run.until("the liar's work", lambda: bool(liar.commits()))
+        (liar.directory / "mute").touch()
+        for _ in range(3):
+            num_out = len(put_out(honest[0], liar))
+            run.until("it to be out", lambda num_out=num_out: len(put_out(honest[0], liar)) > num_out)
+            run.until_step(honest[0].step + 5, *honest)
+        assert not any(peer.events("learner") for peer in honest), "no honest member was put out"
+        run.leave_all()
+    assert_same_commits(*honest)
+
+
+def test_a_member_that_sends_padding_instead_of_its_parts_is_out_for_longer_and_longer_while_commits_go_on(
+    tmp_path: Path,
+) -> None:
+    with running(tmp_path) as run:
+        honest, liar = three_honest_and(run, "padding")
+        run.until("the liar's work", lambda: bool(liar.commits()))
+        (liar.directory / "mute").touch()
+        for _ in range(2):
+            num_out = len(put_out(honest[0], liar))
+            run.until("it to be out", lambda num_out=num_out: len(put_out(honest[0], liar)) > num_out)
+            run.until_step(honest[0].step + 5, *honest)
+        assert not any(peer.events("learner") for peer in honest), "no honest member was put out"
+        run.leave_all()
+    assert_same_commits(*honest)
+
+
+def test_a_member_that_votes_late_although_it_could_sooner_holds_the_others_up_once_and_then_pauses(
+    tmp_path: Path,
+) -> None:
+    with running(tmp_path) as run:
+        honest, liar = three_honest_and(run, "late", "--members.stall-timeout", "3s")
+        founder = honest[0]
+        run.until("the liar's work", lambda: bool(liar.commits()))
+        (liar.directory / "mute").touch()
+        run.until("a long round", lambda: any("after most others" in cause for cause in causes_of(founder)))
+        since = founder.events("view_decided")[-1]["t_s"]
+        run.until_step(founder.step + 50, *honest)
+        run.leave_all()
+    late = [event["t_s"] for event in founder.events("view_decided") if "after most others" in event["cause"]]
+    at = [event["t_s"] for event in founder.events("commit_decided") if event["t_s"] >= since]
+    long = [after - before for before, after in pairwise(at) if after - before > LATE_S / 2]
+    assert len(long) <= len(late) - 1, "it holds nobody up while it pauses"
+    assert all(after - before > 9 * LATE_S for before, after in pairwise(late)), "and it pauses nine times as long"
+    assert_same_commits(*honest)
+
+
+def test_a_member_that_says_of_every_newcomer_that_it_cannot_be_reached_sends_none_home(tmp_path: Path) -> None:
+    with running(tmp_path) as run:
+        honest, liar = three_honest_and(run, "voice")
+        run.until("the liar's work", lambda: bool(liar.commits()))
+        (liar.directory / "mute").touch()
+        newcomers = [run.join(), run.join()]
+        for peer in newcomers:
+            run.until("a newcomer's work", lambda peer=peer: bool(peer.commits()))
+        run.until_step(honest[0].step + 20, *honest)
+        for peer in newcomers:
+            run.until_step(honest[0].step + 1, peer)
+        assert not any(peer.events("learner") for peer in honest), "no honest member was put out"
+        run.leave_all()
+    assert_same_commits(*honest, *newcomers)
+
+
+def test_a_donor_that_offers_a_state_of_the_far_future_keeps_no_newcomer_out(tmp_path: Path) -> None:
+    with running(tmp_path) as run:
+        honest, _ = three_honest_and(run, "state")
+        newcomers = [run.join(), run.join(), run.join()]
+        for peer in newcomers:
+            run.until("a newcomer's work", lambda peer=peer: bool(peer.commits()))
+        run.until_step(honest[0].step + 5, *honest)
+        run.leave_all()
+    assert max(assert_same_commits(*honest, *newcomers)) < FAR_STEP
+
+
+def test_a_member_that_names_the_highest_epoch_of_all_leaves_enough_of_them_to_a_coordinator_without_a_journal(
+    tmp_path: Path,
+) -> None:
+    with running(tmp_path) as run:
+        flags = ("--members.start_peers", "3", "--run.outer_steps", str(OPEN_END))
+        coordinator = run.coordinator(*flags)
+        run.wait_for_ticket()
+        honest = [run.join(), run.join()]
+        liar = run.join_as_liar("epoch")
+        run.until_step(3, *honest, liar)
+        (liar.directory / "mute").touch()
+        liar.is_judged = True
+        for loss in range(2):
+            lose_journal(coordinator)
+            coordinator = run.coordinator("--rebuild", folder=coordinator.directory)
+            until_rebuilt(run, coordinator, loss + 1)
+            run.until_step(max(peer.step for peer in honest) + 3, *honest)
+        for peer in (*honest, liar):
+            peer.signal(signal.SIGINT)
+        run.until_ended(*honest, liar)
+        coordinator.signal(signal.SIGINT)
+        run.until_ended(coordinator)
+    epochs = [int(event["epoch"]) for event in coordinator.events("rebuilt")]
+    assert epochs[-1] < 2 * (MOST_AHEAD + 2 * EPOCHS_A_REBUILD), epochs
+    assert_same_commits(*honest)
+
+
+def test_a_member_that_brings_a_certificate_of_its_own_making_is_named_and_ends_no_coordinator(tmp_path: Path) -> None:
+    with running(tmp_path) as run:
+        flags = ("--members.start_peers", "3", "--run.outer_steps", str(OPEN_END))
+        coordinator = run.coordinator(*flags)
+        run.wait_for_ticket()
+        honest = [run.join(), run.join()]
+        liar = run.join_as_liar("certificate")
+        run.until_step(3, *honest)
+        coordinator.kill()
+        again = run.coordinator(*flags, folder=coordinator.directory)
+        step = honest[0].step
+        run.until_step(step + 5, *honest, liar)
+        for peer in (*honest, liar):
+            peer.signal(signal.SIGINT)
+        run.until_ended(*honest, liar)
+        again.signal(signal.SIGINT)
+        run.until_ended(again)
+    named = again.events("lied")
+    assert {event["of"] for event in named} == {liar.peer_id}
+    assert len(named) == 2, "once by each start of the coordinator"
+    assert "certificate of outer step 1000001 that nobody has made" in str(named[0]["cause"])
+    assert_same_commits(*honest, liar)
