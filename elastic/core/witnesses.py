@@ -84,7 +84,7 @@ class Witnesses:
         self._limit = limit
         self._at_odds: deque[frozenset[PeerId]] = deque(maxlen=_MAX_LINKS)  # pairs, over all rounds
         self._went: dict[frozenset[PeerId], PeerId] = {}  # which of a pair at odds about a size, the last time
-        self._newer_went = False  # of two members alone, since the last commit
+        self._left: PeerId | None = None  # which of two members alone went last, since the last commit
         self._usual: deque[float] = deque(maxlen=_ROUNDS_KNOWN)
         self._own: deque[dict[PeerId, float]] = deque(maxlen=_OWN_ROUNDS)  # the largest that was in range, by commit
 
@@ -120,7 +120,7 @@ class Witnesses:
         as the first newcomer, which warms up, had given to one round (tests/netns/test_behind_nats.py).
         Of two always the smaller, among parts as among members: the other may be the liar's (seeds 1006, 6348).
         """
-        self._newer_went = False
+        self._left = None
         self._own.append(self._in_range(members, votes))
         seen = [[size for size in votes[member].sizes if size > 0.0] for member in members]
         alone = len(members) == 1  # else a single size is nobody's middle
@@ -238,8 +238,8 @@ class Witnesses:
         pair, never = frozenset((accuser, pointed_at)), max(since.values(), default=0) + 1
         if len(members) == 2:
             older, newer = sorted(members, key=lambda peer: (since.get(peer, never), members.index(peer)))
-            self._newer_went = not self._newer_went
-            return newer if self._newer_went else older, pointed_at
+            self._left = older if self._left == newer else newer
+            return self._left, pointed_at
         goes = accuser if self._went.pop(pair, None) == pointed_at else pointed_at
         self._went[pair] = goes
         if len(self._went) > _MAX_LINKS:

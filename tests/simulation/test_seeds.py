@@ -89,6 +89,7 @@ def test_a_broken_link_with_who_has_gone_since_the_last_commit_counts_against_wh
         (4889, "a newcomer that had fetched the state obeyed the answer to a Leave from before"),
         (6667, "so did a peer that had installed the newest state since"),
         (8627, "who stayed for the others and then wanted to go at once waited as long as it would have stayed"),
+        (9379, "of two that could commit only together the newer one always went, for what the older had handed in"),
         (23422, "a round that newcomers finished for others taught how long the late are awaited"),
         (55061, "a learner believed a commit that the run had gone back behind"),
         (200156, "nobody but a late peer with a hung trainer held the state, and it was no donor"),

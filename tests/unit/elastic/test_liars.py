@@ -308,6 +308,25 @@ def test_of_two_members_the_newer_one_goes_whoever_finds_the_others_part_too_lar
     assert not driver.is_struck(2)
 
 
+@pytest.mark.parametrize(("accuser", "accused"), [(1, 2), (2, 1)])
+def test_of_two_members_that_can_commit_only_together_each_goes_in_turn(accuser: int, accused: int) -> None:
+    # Seed 9379: the older one's payload was wrong, and it kept that payload for ever.
+    driver = members(1, 2, min_peers=2)
+    out = []
+    for _ in range(4):
+        for number in (1, 2):
+            driver.votes(number, sizes={accused: 1e6} if number == accuser else None)
+        (gone,) = {1, 2}.difference(driver.member_numbers())
+        driver.join(gone, driver.machine.state.committed, epoch=driver.machine.state.epoch)
+        out.append(gone)
+    assert out == [2, 1, 2, 1]
+    driver.all_vote_but()
+    assert driver.step == 1
+    for number in (1, 2):
+        driver.votes(number, sizes={accused: 1e6} if number == accuser else None)
+    assert driver.member_numbers() == [1], "a commit begins the turns anew"
+
+
 def test_who_has_done_more_may_send_more_in_proportion_and_a_fresh_member_less() -> None:
     driver = members(1, 2, 3)
     step = driver.step
