@@ -324,7 +324,7 @@ def test_of_two_members_that_can_commit_only_together_each_goes_in_turn(accuser:
     assert driver.step == 1
     for number in (1, 2):
         driver.votes(number, sizes={accused: 1e6} if number == accuser else None)
-    assert driver.member_numbers() == [1], "a commit begins the turns anew"
+    assert driver.member_numbers() == [2], "a commit begins the turns anew: 1 came last"
 
 
 def test_who_has_done_more_may_send_more_in_proportion_and_a_fresh_member_less() -> None:
