@@ -75,19 +75,20 @@ class ProgressWatch:
         """How long this member may stand still."""
         return min(max(self._limits.floor_s, self._limits.chunk_times * self._chunk_s), self._limits.ceiling_s)
 
-    def is_cut_off(self, now: Instant) -> bool:
-        """Whether its host has answered to nothing for too long."""
-        return now - self._answered_at > self.limit_s
+    def is_cut_off(self, now: Instant, *, share: float = 1.0) -> bool:
+        """Whether its host has answered to nothing for this share of the limit."""
+        return now - self._answered_at > share * self.limit_s
 
-    def is_stalled(self, now: Instant, *, owes: bool) -> bool:
+    def is_stalled(self, now: Instant, *, owes: bool, share: float = 1.0) -> bool:
         """Whether it is a suspect.
 
         Args:
             now: the time.
             owes: it has opened the round, and the round cannot end without it.
+            share: of the limit.
         """
-        is_silent = now - self._heard_at > self.limit_s
-        stands_still = self._owes_now and now - self._moved_at > self.limit_s
+        is_silent = now - self._heard_at > share * self.limit_s
+        stands_still = self._owes_now and now - self._moved_at > share * self.limit_s
         return owes and (is_silent or stands_still)
 
     def forgive(self, seconds: float) -> None:

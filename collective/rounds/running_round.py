@@ -96,6 +96,8 @@ class RunningRound:
         self.is_done = False
         self.has_told = False
         """Whether the others have heard from us that it is over, and let go of what they held back for it."""
+        self.doubted: frozenset[int] = frozenset()
+        """Ranks that we would soon give up because of, whatever others say: kept by supervision.py."""
         self.changed = asyncio.Event()
         self.bytes_received = 0
         self.weights: list[float | None] = [None] * len(self.members) if told is None else list(told)
@@ -329,7 +331,12 @@ class RunningRound:
                 self.fail(NonFiniteInput(index))
                 return
         cause = f"peer {sender} gave up: {notice.cause}"
-        self.fail(OperationAborted(self.key, cause, notice.suspects, told_by=sender))
+        # Members begin to wait at nearly the same time: without this only the first one had a voice of its own.
+        ours = [peer for peer in notice.suspects if peer in {self.members[rank].peer_id for rank in self.doubted}]
+        if ours:
+            self.fail(OperationAborted(self.key, cause, ours))
+        else:
+            self.fail(OperationAborted(self.key, cause, notice.suspects, told_by=sender))
 
     def _on_chunk(self, rank: int, header: Header, arrived: Tensor | None) -> None:
         """`arrived` is the chunk's wire form; None if it landed in the output."""

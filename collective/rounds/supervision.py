@@ -5,7 +5,9 @@ Rules: every round ends. A member is a suspect when its connection broke and can
 (longer before we have met; at once if it is refused wherever it may be), when its host does not answer any more, when
 it has opened the round and then stands still (core/progress.py), or when the round's own deadline passes and it has not
 come, or owes what depends on nobody else. A member that has not opened is still computing: no suspect until then, as
-long as its host is there. Whoever needs a broken connection repairs it from here, so every dial has an owner.
+long as its host is there. After three quarters of such a time a member is doubted: if another one gives up because of
+it, that is our own finding too, and not hearsay. Whoever needs a broken connection repairs it from here, so every dial
+has an owner.
 """
 
 import asyncio
@@ -38,6 +40,8 @@ class Patience:
 _CALM_TICK_S = 0.25
 _SIGN_EVERY_S = 0.5
 _BROKEN_TICK_S = 0.02
+_DOUBTFUL = 0.75
+"""Share of the time after which a member is a suspect."""
 
 
 async def supervise(round_: RunningRound, patience: Patience, deadline_s: float, meter: LinkMeter) -> None:
@@ -83,9 +87,12 @@ async def supervise(round_: RunningRound, patience: Patience, deadline_s: float,
             if now >= deadline:
                 round_.suspect(round_.owing(), f"not finished in {deadline_s:g} s")
                 break
-            _suspect_the_lost(round_, broken_since, patience, now)
             # Signs of life come meanwhile all the same: a pause that is shorter than between two of them hides none.
-            _suspect_the_stalled(round_, watches, now, late_s if late_s > sign_every_s else 0.0)
+            _observe(round_, watches, now, late_s if late_s > sign_every_s else 0.0)
+            for cause, ranks in _found(round_, broken_since, watches, patience, now, share=1.0).items():
+                round_.suspect(ranks, cause)
+            found = _found(round_, broken_since, watches, patience, now, share=_DOUBTFUL)
+            round_.doubted = frozenset(rank for ranks in found.values() for rank in ranks)
         for task in repairs.values():
             task.cancel()
 
@@ -100,24 +107,9 @@ async def _next_look(round_: RunningRound, timeout_s: float) -> None:
     round_.changed.clear()
 
 
-def _suspect_the_lost(
-    round_: RunningRound, broken_since: dict[int, tuple[Bundle, float]], patience: Patience, now: float
-) -> None:
-    lost = []
-    for rank, (bundle, since) in broken_since.items():
-        if bundle.is_whole or not round_.concerns(rank):
-            continue
-        grace_s = patience.redial_s + 8 * bundle.round_trip_s if bundle.is_met else patience.first_contact_s
-        if (bundle.is_refused and bundle.was_connected) or now - since > grace_s:
-            lost.append(rank)
-    if lost:
-        round_.suspect(lost, "connection lost")
-
-
-def _suspect_the_stalled(
+def _observe(
     round_: RunningRound, watches: dict[int, tuple[Bundle, ProgressWatch]], now: float, paused_s: float
 ) -> None:
-    cut_off, stalled = [], []
     for rank, (bundle, watch) in watches.items():
         watch.forgive(paused_s)
         watch.observe(
@@ -128,11 +120,29 @@ def _suspect_the_stalled(
             owes_now=round_.owes_now(rank),
             now=now,
         )
-        if round_.concerns(rank) and watch.is_cut_off(now):
-            cut_off.append(rank)
-        elif watch.is_stalled(now, owes=round_.concerns(rank) and round_.machine.has_opened(rank)):
-            stalled.append(rank)
-    if cut_off:
-        round_.suspect(cut_off, "its host does not answer")
-    if stalled:
-        round_.suspect(stalled, "no byte moved for too long")
+
+
+def _found(
+    round_: RunningRound,
+    broken_since: dict[int, tuple[Bundle, float]],
+    watches: dict[int, tuple[Bundle, ProgressWatch]],
+    patience: Patience,
+    now: float,
+    *,
+    share: float,
+) -> dict[str, list[int]]:
+    """Members that were waited for in vain for this share of what they may take, by what is wrong with them."""
+    found: dict[str, list[int]] = {}
+    for rank, (bundle, since) in broken_since.items():
+        if bundle.is_whole or not round_.concerns(rank):
+            continue
+        grace_s = patience.redial_s + 8 * bundle.round_trip_s if bundle.is_met else patience.first_contact_s
+        if (bundle.is_refused and bundle.was_connected) or now - since > share * grace_s:
+            found.setdefault("connection lost", []).append(rank)
+    for rank, (_, watch) in watches.items():
+        is_concerned = round_.concerns(rank)
+        if is_concerned and watch.is_cut_off(now, share=share):
+            found.setdefault("its host does not answer", []).append(rank)
+        elif watch.is_stalled(now, owes=is_concerned and round_.machine.has_opened(rank), share=share):
+            found.setdefault("no byte moved for too long", []).append(rank)
+    return found

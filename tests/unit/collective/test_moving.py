@@ -188,6 +188,7 @@ async def test_a_member_that_withholds_its_parts_is_named_alone_whatever_else_it
         assert isinstance(error, OperationAborted)
         assert "no byte moved for too long" in str(error)
         assert error.suspects == (liar,)
+    assert [error.told_by for error in ended[:3]] == [None] * 3, "all have seen it for themselves"
 
 
 LATE = BulkOptions(patience=Patience(stall=StallLimits(floor_s=5.0), round_s=1.0), sockets=QUICK.sockets)
