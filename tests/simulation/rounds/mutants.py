@@ -136,9 +136,9 @@ class CountsIdleTime(ProgressWatch):
 class MindsNoSilence(ProgressWatch):
     """Who owes nothing by itself may say nothing for ever."""
 
-    def is_stalled(self, now: Instant, *, owes: bool) -> bool:
+    def is_stalled(self, now: Instant, *, owes: bool, share: float = 1.0) -> bool:
         heard_at, self._heard_at = self._heard_at, now
-        result = super().is_stalled(now, owes=owes)
+        result = super().is_stalled(now, owes=owes, share=share)
         self._heard_at = heard_at
         return result
 
