@@ -7,7 +7,6 @@ All of it can be written down as one record (`snapshot`), from which it comes ba
 Knows nothing of connections, votes or time: those die with the process and may.
 """
 
-from collections import deque
 from collections.abc import Collection, Iterable
 from typing import assert_never
 
@@ -18,7 +17,7 @@ from isthmus.elastic.core.certificate import Certificate, Contributor, genesis_l
 from isthmus.elastic.core.doors import Doors
 from isthmus.elastic.core.leases import LeaseLedger
 from isthmus.elastic.core.messages import Held
-from isthmus.elastic.core.past import Past, is_of
+from isthmus.elastic.core.past import Past, Pasts
 from isthmus.elastic.core.records import (
     BarRecord,
     CommitRecord,
@@ -34,9 +33,6 @@ from isthmus.elastic.core.records import (
     ViewRecord,
 )
 from isthmus.elastic.core.work import Strikes, WorkBook
-
-MAX_COMMITS_BACK = 256
-"""So many of the newest commits are remembered, and the run can go back to each of them."""
 
 BLANK_VIEW = View(epoch=Epoch(0), outer_step=OuterStep(0), digest=b"", members=())
 
@@ -76,7 +72,7 @@ class RunState:
         self.strikes = Strikes()
         self.doors = Doors()
         self._link = b""  # what the next certificate names as its parent
-        self._past: deque[Past] = deque(maxlen=MAX_COMMITS_BACK)  # oldest first, the committed state last
+        self._past = Pasts()
         self._is_blank = True
 
     @classmethod
@@ -116,7 +112,7 @@ class RunState:
 
     def past(self, held: Held) -> Past | None:
         """What is known of a state that was committed, unless that is too long ago."""
-        return next((item for item in reversed(self._past) if item.held == held), None)
+        return self._past.find(held)
 
     def apply(self, record: Record) -> None:
         """Take one record in. Asserts what I3 and I8 demand of a journal."""
@@ -181,8 +177,8 @@ class RunState:
             self._past.append(Past(held, position, genesis_link(held, position)))
         for certificate in record.commits:
             self._past.append(Past(certificate.made, certificate.position, certificate.link, certificate))
-        if self._past:
-            newest = self._past[-1]
+        newest = self._past.newest
+        if newest is not None:
             self.committed, self.certificate, self._link = newest.held, newest.certificate, newest.link
         self.view, self.previous, self.last_commit = record.view, record.previous, record.last_commit
         self.rebuilt = record.rebuilt
@@ -222,11 +218,8 @@ class RunState:
     def _apply_rollback(self, record: RollbackRecord) -> None:
         assert record.epoch > self.view.epoch, "epochs only grow (I8)"
         assert record.given_up == self.outer_step, "what is given up was committed"
-        at = next((item for item in reversed(self._past) if is_of(item, record.certificate)), None)
-        assert at is not None, "the run goes back to a commit that counts"
+        at = self._past.go_back(record.certificate)
         assert at.held.outer_step < record.given_up, "the run goes back"
-        while self._past[-1] is not at:
-            self._past.pop()
         for ref in self.admitted | self.excused:
             self.departed[ref.peer_id] = Departure(ref.incarnation, record.epoch)
         self.admitted, self.excused, self.contributed = {}, {}, {}

@@ -2,11 +2,12 @@
 """The members that may serve a learner: whom to ask next, and who has done it badly.
 
 Rules: a donor that lied, broke off or stalled is dropped for this catch-up and forgiven in the next one, because what
-looked like its fault may have been the network's. Every drop keeps its cause.
+looked like its fault may have been the network's. Every drop keeps its cause; of a donor one is logged a minute.
 """
 
 import asyncio
 import logging
+import math
 from collections.abc import Awaitable, Callable, Sequence
 from typing import NamedTuple
 
@@ -20,6 +21,7 @@ from isthmus.elastic.state.wire import Pace
 
 _log = logging.getLogger(__name__)
 
+_LOG_EVERY_S = 60.0
 _LEAST_S, _TIMES, _MOST_S = 0.05, 2.0, 1.0
 """How much longer than the first donor the others may take: so many times as long, and between these bounds."""
 
@@ -48,10 +50,13 @@ class Donors:
         self._pace = pace
         self._members: tuple[Member, ...] = ()
         self._dropped: dict[PeerRef, str] = {}
+        self._logged_at: dict[PeerRef, float] = {}
 
     def name(self, members: Sequence[Member]) -> None:
         """These can serve from now on."""
         self._members = tuple(members)
+        known = {member.ref for member in members}
+        self._logged_at = {ref: at for ref, at in self._logged_at.items() if ref in known}
 
     def forgive(self) -> None:
         """Another catch-up begins: whoever was dropped in the last one may try again."""
@@ -59,7 +64,10 @@ class Donors:
 
     def drop(self, member: Member, error: Exception) -> None:
         """It has done it badly."""
-        _log.warning("donor_dropped peer_id=%s cause=%s", member.peer_id, error)
+        now = asyncio.get_running_loop().time()
+        if now >= self._logged_at.get(member.ref, -math.inf) + _LOG_EVERY_S:
+            self._logged_at[member.ref] = now
+            _log.warning("donor_dropped peer_id=%s cause=%s", member.peer_id, error)
         self._dropped[member.ref] = f"{member.address}: {error}"
 
     @property

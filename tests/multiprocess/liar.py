@@ -25,6 +25,7 @@ Of these, each is told only while there is a file `mute` in its folder:
     voice        it says instead of a vote that whoever joined since then cannot be reached
     late         it votes 8 s later than it could, and its progress grows meanwhile
     padding      it sends bytes without meaning instead of its parts
+    miser        it serves the state to nobody
     epoch        it names the highest epoch that a run may reach whenever it joins
 
 Not a test. Nothing else of it is changed: it joins, leases, exchanges and votes like any other.
@@ -62,6 +63,7 @@ AT_TIMES: dict[str, Callable[[Callable[[], bool]], None]] = {
     "voice": in_words.say_that_newcomers_cannot_be_reached,
     "late": in_words.vote_late,
     "padding": on_the_wire.pad_instead_of_parts,
+    "miser": in_words.serve_nobody,
     "epoch": in_words.join_with_the_highest_epoch,
 }
 

@@ -225,11 +225,12 @@ class Run:
         """`isthmus join` with the founder's ticket."""
         return self.start("join", f"@{self.ticket}", "--node.threads", "1", *flags, folder=folder, inside=inside)
 
-    def join_as_liar(self, kind: str, *flags: str, inside: Sequence[str] = ()) -> Process:
+    def join_as_liar(self, kind: str, *flags: str, folder: Path | None = None, inside: Sequence[str] = ()) -> Process:
         """The same by a peer that lies about its work: see tests/multiprocess/liar.py."""
         self._has_liar = True
         program = (sys.executable, str(Path(__file__).with_name("liar.py")), kind)
-        return self.start("join", f"@{self.ticket}", "--node.threads", "1", *flags, program=program, inside=inside)
+        words = ("join", f"@{self.ticket}", "--node.threads", "1", *flags)
+        return self.start(*words, folder=folder, program=program, inside=inside)
 
     def command(self, *arguments: str, inside: Sequence[str] = (), timeout_s: float = TIMEOUT_S) -> Outcome:
         """Run a command to its end; `inside` is what goes before one on another machine."""

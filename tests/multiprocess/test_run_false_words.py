@@ -122,6 +122,43 @@ def test_a_donor_that_offers_a_state_of_the_far_future_keeps_no_newcomer_out(tmp
     assert max(assert_same_commits(*honest, *newcomers)) < FAR_STEP
 
 
+def test_one_peer_that_alone_has_the_newest_state_after_a_power_cut_and_serves_nobody_is_not_awaited_for_ever(
+    tmp_path: Path,
+) -> None:
+    flags = ("--members.start_peers", "3", "--run.outer_steps", str(OPEN_END), "--checkpoint.every", "5")
+    with running(tmp_path) as run:
+        coordinator = run.coordinator(*flags)
+        run.wait_for_ticket()
+        honest = [run.join(), run.join()]
+        liar = run.join_as_liar("miser")
+        run.until_step(8, *honest, liar)
+        for process in (coordinator, *honest, liar):
+            process.kill()
+        for peer in honest:
+            for path in (peer.directory / "results").iterdir():
+                path.unlink()  # what one of them was about to write is lost as well
+        (liar.directory / "mute").touch()
+
+        coordinator = run.coordinator(*flags, folder=coordinator.directory)
+        run.wait_for_ticket()
+        honest = [run.join(folder=peer.directory) for peer in honest]
+        liar = run.join_as_liar("miser", folder=liar.directory)
+        run.until("the run to go back", lambda: bool(coordinator.events("rolled_back")), timeout_s=150.0)
+        (back,) = coordinator.events("rolled_back")
+        run.until("work", lambda: all(peer.events("commit")[-1]["epoch"] >= back["epoch"] for peer in honest))
+        liar.kill()
+        for peer in honest:
+            peer.signal(signal.SIGINT)
+        run.until_ended(*honest)
+        coordinator.signal(signal.SIGINT)
+        run.until_ended(coordinator)
+    said = [peer.console.with_suffix(".err").read_text().count("donor_dropped") for peer in honest]
+    assert max(said) <= 3, "of a donor one line a minute"
+    assert (back["given_up"] > 8, back["outer_step"]) == (True, 5), (
+        "it has made commits alone; the checkpoint is of step 5"
+    )
+
+
 def test_a_member_that_names_the_highest_epoch_of_all_leaves_enough_of_them_to_a_coordinator_without_a_journal(
     tmp_path: Path,
 ) -> None:

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A snapshot is worth all records before it: whoever begins with it goes on exactly as who has read everything."""
 
-from collections import deque
 from collections.abc import Mapping
 from typing import Any
 
@@ -27,8 +26,6 @@ def contents(value: Any) -> Any:
         return {name: contents(item) for name, item in vars(value).items()}
     if isinstance(value, Mapping):
         return [(key, contents(item)) for key, item in value.items()]
-    if isinstance(value, deque):
-        return value.maxlen, list(value)
     return value
 
 

@@ -113,6 +113,21 @@ def offer_a_state_of_the_far_future() -> None:
     _Session._offer = offer_far  # type: ignore[method-assign]
 
 
+def serve_nobody(is_meant: Callable[[], bool]) -> None:
+    """Learners that ask for the state are told that this peer is busy."""
+    from isthmus.elastic.donor.donor import _Session
+
+    answer = _Session._answer
+
+    async def refuse(self: Any, request: Any) -> None:
+        if is_meant():
+            await self._refuse("this peer serves as many learners as it may", is_busy=True)
+        else:
+            await answer(self, request)
+
+    _Session._answer = refuse  # type: ignore[method-assign]
+
+
 def join_with_the_highest_epoch(is_meant: Callable[[], bool]) -> None:
     """Every Join names the highest epoch that a run may reach."""
     from isthmus.elastic.core.rebuild import MAX_EPOCH
