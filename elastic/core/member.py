@@ -34,6 +34,7 @@ from isthmus.elastic.core.chain import Chain
 from isthmus.elastic.core.config import MemberConfig
 from isthmus.elastic.core.coordinator_fence import CoordinatorFence
 from isthmus.elastic.core.events import (
+    BecomeActive,
     CatchUpFailed,
     CaughtUp,
     Connected,
@@ -202,6 +203,8 @@ class MemberMachine:
                 self._on_tick()
             case _:
                 assert_never(event)
+        if any(isinstance(effect, BecomeActive) for effect in effects):
+            self._line.ask_for_leases()
         return effects
 
     def next_deadline(self) -> Instant | None:

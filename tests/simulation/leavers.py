@@ -28,6 +28,7 @@ from isthmus.elastic.core.messages import (
     NewView,
     PeerMessage,
     Rebuilding,
+    Rebuilt,
     Refused,
     Welcome,
 )
@@ -94,6 +95,7 @@ class Leavers:
         self._hasty: set[PeerRef] = set()
         self._stays_since: dict[PeerRef, float] = {}
         self._judged: dict[PeerRef, list[PeerRef]] = {}  # who went in order, and who held the state then
+        self._num_void_views = 0
         self._here: set[PeerRef] = set()  # the coordinator's process has heard them, and knows of no lost connection
         self._here_then: dict[PeerRef, Collection[PeerRef]] = {}  # when it was decided to let this one go
 
@@ -128,8 +130,11 @@ class Leavers:
                 self._enters(to)
             case Goodbye():
                 self._judged.pop(to, None)  # an older one may not have been heard
-                self._judge(to)
+                if self._obeys(to, message):
+                    self._judge(to)
                 self._in_run.discard(to)
+            case Rebuilt():  # membership ended with the journal, or with the commits that were given up (seed 23719)
+                self._num_void_views = len(self._history.views)
             case Evicted(reason="a learner, no member"):
                 pass  # it spoke as the member that it was; it has a session all the same
             case Evicted() | Refused():
@@ -181,6 +186,11 @@ class Leavers:
         known = (member for view in self._history.views for member in view.members)
         return any(member.peer_id == ref.peer_id and member.incarnation > ref.incarnation for member in known)
 
+    def _obeys(self, to: PeerRef, goodbye: Goodbye) -> bool:
+        """Whether it answers the last Leave. Who holds another state since then ignores it (seed 70963)."""
+        machine = self._sim.peers[to.peer_id].machine
+        return machine is None or machine.held in (None, goodbye.held)
+
     def _judge(self, to: PeerRef) -> None:
         newest, node = self._history.newest, self._sim.peers[to.peer_id]
         is_here = node.alive and node.ref == to and self._sim.checkers.holds_newest(node)
@@ -192,8 +202,9 @@ class Leavers:
             return
         self._judged[to] = []
         # A restarted coordinator knows the members from its journal, before it has told them anything.
-        members = [{member.ref for member in view.members} for view in self._history.views[-2:]]
-        others = self._in_run.union(*members[-1:]) - self._sent_away
+        views = self._history.views
+        members = [{member.ref for member in view.members} for view in views[-2:]]
+        others = self._in_run.union(*members[-1:] if len(views) > self._num_void_views else ()) - self._sent_away
         others = {ref for ref in others if ref.peer_id != to.peer_id}  # its older start
         # The view may have changed just now, and one of those that go together stays.
         holders = others.union(*members).intersection(self._here_then[to]) - {to}

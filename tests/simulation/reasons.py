@@ -33,6 +33,7 @@ class _Pace:
     """Between two signs of progress."""
     longest_since_s: float = 0.0
     """The same since it said that it holds the state, if it came in without."""
+    forgiven_at: float = -math.inf
     is_blocked: bool = False
     is_behind: bool = False
     """It came in without the view's state: how its bytes came says nothing of its steps."""
@@ -210,7 +211,7 @@ class Reasons:
         self._looked_at = now
         if now > before + self._config.lateness_s:
             for pace in self._known.paces.values():
-                pace.grew_at = now
+                pace.forgiven_at = now  # perhaps it only had nothing to do, and measures on (seed 24512)
 
     def _judge(self, record: ViewRecord) -> None:
         """Against what was known before."""
@@ -268,7 +269,7 @@ class Reasons:
         patience_s = max(config.stall_floor_s, config.stall_factor * pace.longest_s)
         is_measured = pace.longest_since_s > 0.0 and not pace.is_behind
         patience_s = patience_s if is_measured else max(patience_s, config.stall_initial_s)
-        stands_s = self._now() - max(pace.grew_at, pace.arrived_at)
+        stands_s = self._now() - max(pace.grew_at, pace.arrived_at, pace.forgiven_at)
         demand(stands_s <= patience_s, "I4", "{} is excused, and stands still for {:.1f} s", ref, stands_s)
 
     # ------------------------------------------------------------------------ what follows

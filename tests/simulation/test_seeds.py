@@ -91,6 +91,7 @@ def test_a_broken_link_with_who_has_gone_since_the_last_commit_counts_against_wh
         (8627, "who stayed for the others and then wanted to go at once waited as long as it would have stayed"),
         (9379, "of two that could commit only together the newer one always went, for what the older had handed in"),
         (23422, "a round that newcomers finished for others taught how long the late are awaited"),
+        (28766, "a late peer that had used up its samples came back without any, and was late again for ever"),
         (55061, "a learner believed a commit that the run had gone back behind"),
         (200156, "nobody but a late peer with a hung trainer held the state, and it was no donor"),
     ],
