@@ -439,6 +439,15 @@ def test_one_request_for_leases_at_a_time_and_the_next_for_all_that_was_wanted_s
     assert driver.said() == [LeaseRequest(epoch=Epoch(3), serial=2, num_samples=7)]
 
 
+def test_a_late_member_that_waits_for_samples_asks_again_as_soon_as_it_is_a_member() -> None:
+    driver = active()
+    driver.feed(LeasesWanted(num_samples=10))
+    driver.hears(NewView(view=view(4, 4, 2), excused=(ref(1),)))
+    assert not driver.said()
+    driver.hears(NewView(view=view(5, 4, 1, 2)))
+    assert driver.said() == [LeaseRequest(epoch=Epoch(3), serial=1, num_samples=10)]
+
+
 def test_grant_of_a_lost_membership_is_ignored() -> None:
     driver = active()
     driver.feed(LeasesWanted(num_samples=10))
