@@ -43,9 +43,6 @@ class Pasts:
     def __iter__(self) -> Iterator[Past]:
         return iter(self._items)
 
-    def __len__(self) -> int:
-        return len(self._items)
-
     @property
     def newest(self) -> Past | None:
         """Where the run is; None before it began."""
