@@ -8,9 +8,17 @@ from pathlib import Path
 import pytest
 
 from isthmus.elastic.core.rebuild import EPOCHS_A_REBUILD, MOST_AHEAD
-from tests.multiprocess.lies.beside import assert_put_out, causes_of, put_out, three_honest_and
+from tests.multiprocess.lies.beside import (
+    THREE,
+    assert_put_out,
+    causes_of,
+    coordinator_two_honest_and,
+    interrupt,
+    put_out,
+    three_honest_and,
+)
 from tests.multiprocess.lies.in_words import FAR_STEP, LATE_S
-from tests.multiprocess.run_harness import OPEN_END, assert_same_commits, lose_journal, running, until_rebuilt
+from tests.multiprocess.run_harness import assert_same_commits, lose_journal, running, until_rebuilt
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(200)]
 
@@ -22,8 +30,8 @@ def test_a_member_that_is_overruled_three_times_in_a_row_is_put_out(tmp_path: Pa
 
 
 def test_a_member_that_was_overruled_holds_no_state_for_a_coordinator_that_starts_again(tmp_path: Path) -> None:
-    flags = ("--members.start_peers", "3", "--run.outer_steps", str(OPEN_END), "--members.durable", "true")
-    flags += ("--checkpoint.every", "20", "--model.dim", "128", "--model.hidden_dim", "256")
+    flags = (*THREE, "--members.durable", "true", "--checkpoint.every", "20")
+    flags += ("--model.dim", "128", "--model.hidden_dim", "256")
     slowly = ("--max-upload", "400kB")  # the liar has no time to fetch what it was overruled with
     with running(tmp_path) as run:
         coordinator = run.coordinator(*flags)
@@ -44,11 +52,7 @@ def test_a_member_that_was_overruled_holds_no_state_for_a_coordinator_that_start
         liar.is_judged = True  # it goes on lying
         run.until_step(step + 3, *honest)
         liar.signal(signal.SIGKILL)
-        for peer in honest:
-            peer.signal(signal.SIGINT)
-        run.until_ended(*honest)
-        coordinator.signal(signal.SIGINT)
-        run.until_ended(coordinator)
+        interrupt(run, coordinator, *honest)
     assert_same_commits(*honest)
 
 
@@ -125,12 +129,9 @@ def test_a_donor_that_offers_a_state_of_the_far_future_keeps_no_newcomer_out(tmp
 def test_one_peer_that_alone_has_the_newest_state_after_a_power_cut_and_serves_nobody_is_not_awaited_for_ever(
     tmp_path: Path,
 ) -> None:
-    flags = ("--members.start_peers", "3", "--run.outer_steps", str(OPEN_END), "--checkpoint.every", "5")
+    flags = ("--checkpoint.every", "5")
     with running(tmp_path) as run:
-        coordinator = run.coordinator(*flags)
-        run.wait_for_ticket()
-        honest = [run.join(), run.join()]
-        liar = run.join_as_liar("miser")
+        coordinator, honest, liar = coordinator_two_honest_and(run, "miser", *flags)
         run.until_step(8, *honest, liar)
         for process in (coordinator, *honest, liar):
             process.kill()
@@ -139,7 +140,7 @@ def test_one_peer_that_alone_has_the_newest_state_after_a_power_cut_and_serves_n
                 path.unlink()  # what one of them was about to write is lost as well
         (liar.directory / "mute").touch()
 
-        coordinator = run.coordinator(*flags, folder=coordinator.directory)
+        coordinator = run.coordinator(*THREE, *flags, folder=coordinator.directory)
         run.wait_for_ticket()
         honest = [run.join(folder=peer.directory) for peer in honest]
         liar = run.join_as_liar("miser", folder=liar.directory)
@@ -147,11 +148,7 @@ def test_one_peer_that_alone_has_the_newest_state_after_a_power_cut_and_serves_n
         (back,) = coordinator.events("rolled_back")
         run.until("work", lambda: all(peer.events("commit")[-1]["epoch"] >= back["epoch"] for peer in honest))
         liar.kill()
-        for peer in honest:
-            peer.signal(signal.SIGINT)
-        run.until_ended(*honest)
-        coordinator.signal(signal.SIGINT)
-        run.until_ended(coordinator)
+        interrupt(run, coordinator, *honest)
     said = [peer.console.with_suffix(".err").read_text().count("donor_dropped") for peer in honest]
     assert max(said) <= 6, "of a donor one line a minute"
     assert (back["given_up"] > 8, back["outer_step"]) == (True, 5), (
@@ -163,11 +160,7 @@ def test_a_member_that_names_the_highest_epoch_of_all_leaves_enough_of_them_to_a
     tmp_path: Path,
 ) -> None:
     with running(tmp_path) as run:
-        flags = ("--members.start_peers", "3", "--run.outer_steps", str(OPEN_END))
-        coordinator = run.coordinator(*flags)
-        run.wait_for_ticket()
-        honest = [run.join(), run.join()]
-        liar = run.join_as_liar("epoch")
+        coordinator, honest, liar = coordinator_two_honest_and(run, "epoch")
         run.until_step(3, *honest, liar)
         (liar.directory / "mute").touch()
         liar.is_judged = True
@@ -176,11 +169,7 @@ def test_a_member_that_names_the_highest_epoch_of_all_leaves_enough_of_them_to_a
             coordinator = run.coordinator("--rebuild", folder=coordinator.directory)
             until_rebuilt(run, coordinator, loss + 1)
             run.until_step(max(peer.step for peer in honest) + 3, *honest)
-        for peer in (*honest, liar):
-            peer.signal(signal.SIGINT)
-        run.until_ended(*honest, liar)
-        coordinator.signal(signal.SIGINT)
-        run.until_ended(coordinator)
+        interrupt(run, coordinator, *honest, liar)
     epochs = [int(event["epoch"]) for event in coordinator.events("rebuilt")]
     assert epochs[-1] < 2 * (MOST_AHEAD + 2 * EPOCHS_A_REBUILD), epochs
     assert_same_commits(*honest)
@@ -188,21 +177,13 @@ def test_a_member_that_names_the_highest_epoch_of_all_leaves_enough_of_them_to_a
 
 def test_a_member_that_brings_a_certificate_of_its_own_making_is_named_and_ends_no_coordinator(tmp_path: Path) -> None:
     with running(tmp_path) as run:
-        flags = ("--members.start_peers", "3", "--run.outer_steps", str(OPEN_END))
-        coordinator = run.coordinator(*flags)
-        run.wait_for_ticket()
-        honest = [run.join(), run.join()]
-        liar = run.join_as_liar("certificate")
+        coordinator, honest, liar = coordinator_two_honest_and(run, "certificate")
         run.until_step(3, *honest)
         coordinator.kill()
-        again = run.coordinator(*flags, folder=coordinator.directory)
+        again = run.coordinator(*THREE, folder=coordinator.directory)
         step = honest[0].step
         run.until_step(step + 5, *honest, liar)
-        for peer in (*honest, liar):
-            peer.signal(signal.SIGINT)
-        run.until_ended(*honest, liar)
-        again.signal(signal.SIGINT)
-        run.until_ended(again)
+        interrupt(run, again, *honest, liar)
     named = again.events("lied")
     assert {event["of"] for event in named} == {liar.peer_id}
     assert len(named) == 2, "once by each start of the coordinator"

@@ -2,10 +2,12 @@
 """A run with three honest peers and a liar among them, and what must be true of it. Not tests."""
 
 import math
+import signal
 
 from tests.multiprocess.run_harness import OPEN_END, Process, Run, assert_same_commits
 
 DIVERGED, INTEGRITY = 8, 9
+THREE = ("--members.start_peers", "3", "--run.outer_steps", str(OPEN_END))
 SANE_LOSS = 2 * math.log(256)
 """Of bytes: twice what a model has that knows nothing."""
 
@@ -19,6 +21,21 @@ def three_honest_and(run: Run, kind: str, *flags: str, after: int = 0) -> tuple[
     liar = run.join_as_liar(kind)
     run.until_step(1, *honest)
     return honest, liar
+
+
+def coordinator_two_honest_and(run: Run, kind: str, *flags: str) -> tuple[Process, list[Process], Process]:
+    """A coordinator of its own, two honest peers and one that lies. The first commit waits for the three."""
+    coordinator = run.coordinator(*THREE, *flags)
+    run.wait_for_ticket()
+    return coordinator, [run.join(), run.join()], run.join_as_liar(kind)
+
+
+def interrupt(run: Run, coordinator: Process, *peers: Process) -> None:
+    """End them, the coordinator last."""
+    for group in (peers, (coordinator,)):
+        for process in group:
+            process.signal(signal.SIGINT)
+        run.until_ended(*group)
 
 
 def assert_put_out(run: Run, honest: list[Process], liar: Process, *words: str) -> None:

@@ -98,15 +98,16 @@ def _change_reports(change: Callable[[Any, Any], Any]) -> None:
 
 def offer_a_state_of_the_far_future() -> None:
     """Learners are offered a state of step 2^40 whose digests are in order."""
+    from isthmus.collective.core.types import OuterStep
     from isthmus.elastic.donor.donor import _Session
     from isthmus.elastic.state.digest import StateManifest, root_digest
 
-    offer = _Session._offer
+    offer, step = _Session._offer, OuterStep(FAR_STEP)
 
     async def offer_far(self: Any, pinned: Any) -> None:
         honest = pinned.manifest
-        digest = root_digest(FAR_STEP, honest.tensors, chunk_nbytes=honest.chunk_nbytes)  # type: ignore[arg-type]
-        far = StateManifest(FAR_STEP, digest, honest.tensors, honest.chunk_nbytes)  # type: ignore[arg-type]
+        digest = root_digest(step, honest.tensors, chunk_nbytes=honest.chunk_nbytes)
+        far = StateManifest(step, digest, honest.tensors, honest.chunk_nbytes)
         object.__setattr__(pinned, "manifest", far)
         await offer(self, pinned)
 
