@@ -37,8 +37,6 @@ inner_steps = 20
 every = 0 # but at the end
 [eval]
 every = 0
-[metrics]
-port = "none"
 [node]
 threads = 1
 """
@@ -66,7 +64,8 @@ _LIVE = re.compile(r"step \d+/20000, round \d+/20, loss \d\.\d{3}, \S+ tok/s, 2 
 
 DOCTOR = ["python", "device", "memory", "disk", "files", "bbr", "listen", "addresses"]
 INVITATION = ["others join with (until DATE):", "", "  isthmus join TICKET", ""]
-LISTENING = "TIME INFO isthmus.trainer.run.daemon listening on='ADDRESS' address=ADDRESS run_id=RUN tls=auto"
+LISTENING = "TIME INFO isthmus.trainer.run.daemon listening on='ADDRESS' address=ADDRESS run_id=RUN tls=auto page=http://ADDRESS/"
+PAGE_AT = "page at http://ADDRESS/, metrics at http://ADDRESS/metrics"
 TEXT = "TIME INFO isthmus.trainer.record.chronicle text: SIZE, LIBRARY, from this machine"
 NEEDS = (
     "TIME INFO isthmus.trainer.run.room this_run_needs memory='SIZE' memory_free='SIZE' disk='SIZE' disk_free='SIZE'"
@@ -154,7 +153,7 @@ def _status(*members: str) -> list[str]:
         "N token, N a second, goodput N%",
         "sent SIZE, received SIZE",
         "last inner step N s: N token a second (passes N%, clipping N%, update N%, waiting for text N%)",
-        "last round N s (N s exchange, SIZE) with N peer",
+        "last round N s (exchange N s, planned N s, SIZE) with N peer",
         *members,
         "",
     ]
@@ -222,9 +221,9 @@ def _trains(hour: Hour) -> str:
     assert hour.types("status") == (2, [several, ""])
     votes = "round N: N of N vote, N learner, N late"
     me, you = "  PEER ADDRESS (this, coordinator)", "  PEER PATH"
-    assert hour.types("status", "--dir", "runs/hour") == (0, _status(votes, me, you))
+    assert hour.types("status", "--dir", "runs/hour") == (0, _status(votes, PAGE_AT, me, you))
     me, you = "  PEER ADDRESS (this)", "  PEER PATH (coordinator)"
-    assert hour.types("status", "--dir", other) == (0, _status(me, you))
+    assert hour.types("status", "--dir", other) == (0, _status(PAGE_AT, me, you))
     assert hour.types("peers", "--dir", other) == (0, [*["PEER member ADDRESS"] * 2, ""])
     assert hour.types("ticket") == (0, [*INVITATION, ""])  # of the one that coordinates
     assert hour.types("ticket", "--dir", other) == (

@@ -33,6 +33,7 @@ from isthmus.trainer.cli.completion import TakesConfig
 from isthmus.trainer.cli.config import invocation_of
 from isthmus.trainer.cli.support import PROGRAM, TAKES_CONFIG, report, take_apart
 from isthmus.trainer.errors import ConfigError, EnvironmentFault, ExitCode
+from isthmus.trainer.threads import spin_briefly
 
 _MANY_FILES = 1 << 16
 
@@ -90,6 +91,7 @@ def main() -> None:
     _have_descriptors()
     _write_whatever_comes()
     _allow_many_files()
+    spin_briefly()  # here, since a config may load torch
     sys.exit(run(sys.argv[1:]))
 
 

@@ -20,7 +20,7 @@ from textual.widgets import DataTable, Footer, ProgressBar, Sparkline, Static
 
 from isthmus.trainer.config.quantities import rounded_nbytes
 from isthmus.trainer.errors import NobodyReachable, NothingRuns
-from isthmus.trainer.record.status import PeerStatus, Status, count, figure, path_to
+from isthmus.trainer.record.status import PeerStatus, Status, count, exchange_of, figure, path_to
 from isthmus.trainer.record.summary import format_duration
 
 LOOK_S: Final = 1.0
@@ -190,7 +190,7 @@ def waits_of(status: Status) -> str:
         return "no round yet"
     return (
         f"last round {last.seconds:.2f} s with {count(last.num_members, 'peer')}: waited {last.wait_seconds:.2f} s, "
-        f"exchange {last.exchange_seconds:.2f} s, {rounded_nbytes(last.bytes)}\n"
+        f"{exchange_of(last)}, {rounded_nbytes(last.bytes)}\n"
         f"goodput {figure(status.goodput, '.1%')}"
     )
 

@@ -54,10 +54,8 @@ def load_for_training(loop: "Loop | None") -> None:
     """Load what a peer needs, and split its fork server off: before a console, or anything else, has a thread."""
     if loop is not None:  # it has processes of its own
         return
-    from isthmus.trainer.workers.start import split_off, wait_passively
-
-    wait_passively()
     import isthmus.trainer.run.daemon  # noqa: F401 - its torch is the workers' too
+    from isthmus.trainer.workers.start import split_off
 
     split_off()
 

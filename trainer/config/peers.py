@@ -92,10 +92,10 @@ class EvalSection(Section):
 
 
 class MetricsSection(Section):
-    """`[metrics]`: numbers for Prometheus, told at `node.metrics_host`."""
+    """`[metrics]`: numbers for Prometheus and a page for a browser, at `node.metrics_host`."""
 
     port: Maybe[Annotated[int, Field(ge=0, le=65535)]] = 0
-    """0: a free port, which `isthmus status` tells; none: no metrics. A peer may say otherwise: `node.metrics_port`."""
+    """0: a free port, which `isthmus status` tells; none: neither. A peer may say otherwise: `node.metrics_port`."""
 
 
 class CoordinatorSection(Section):
@@ -193,6 +193,6 @@ class NodeSection(Section):
     model: Maybe[Path] = None
     """Where this peer keeps the model of `model.path`; none: there."""
     metrics_host: Annotated[str, Field(pattern=r"^[0-9.]{7,15}$")] = "127.0.0.1"
-    """Where metrics are told to whoever asks: an IPv4 address of this machine; 0.0.0.0: all of them, unencrypted."""
+    """Where metrics and the page are, for whoever asks: an IPv4 address of this machine; 0.0.0.0: all, unencrypted."""
     metrics_port: Maybe[Annotated[int, Field(ge=0, le=65535)]] = None
     """Instead of `metrics.port`."""

@@ -207,6 +207,7 @@ def _trained(figures: Figures, event: events.Trained) -> Figures:
             num_members=event.world_size,
             loss=loss,
             wait_seconds=event.wait_s,
+            predicted_seconds=None if exchange is None else exchange.predicted_s,
         ),
     )
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Serves the numbers of metrics.py over HTTP, from a thread of its own, and lets nobody hold more than a little.
+"""Serves a page and numbers (page/) over HTTP, from a thread of its own, and lets nobody hold more than a little.
 
 At most `_MAX_OPEN` connections are open, each with a thread, for at most `_DEADLINE_S` and `_MAX_REQUEST_NBYTES` of
 request. Where there is one more, the oldest connection of the address that has the most is ended for it: whoever asks
@@ -20,14 +20,14 @@ from collections import Counter
 from dataclasses import dataclass
 from io import BufferedIOBase
 from socketserver import ThreadingMixIn
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
-
-from prometheus_client.exposition import make_wsgi_app
 
 from isthmus.collective.transport.refusal_log import RefusalLog
 from isthmus.trainer.errors import EnvironmentFault
-from isthmus.trainer.record.metrics import Metrics
+
+if TYPE_CHECKING:
+    from wsgiref.types import WSGIApplication
 
 log = logging.getLogger(__name__)
 
@@ -45,11 +45,11 @@ TOO_LONG = "metrics: request too long"
 
 
 class _RequestTooLong(ConnectionError):
-    """More came than any scraper sends."""
+    """More came than any browser or scraper sends."""
 
 
 class _Head:
-    """The lines of a request, up to a number of bytes. No request for numbers has a body."""
+    """The lines of a request, up to a number of bytes. No request here has a body."""
 
     def __init__(self, stream: BufferedIOBase) -> None:
         self._stream = stream
@@ -177,7 +177,7 @@ class MetricsServer:
     """See the module. Serves until `close`.
 
     Args:
-        metrics: what to serve.
+        application: what answers, in any thread.
         host: an IPv4 address of this machine, or 0.0.0.0 for all.
         port: 0 lets the system choose; see `address`.
 
@@ -185,8 +185,7 @@ class MetricsServer:
         EnvironmentFault: the port is taken, or there is no such address here.
     """
 
-    def __init__(self, metrics: Metrics, *, host: str = "127.0.0.1", port: int) -> None:
-        application = make_wsgi_app(metrics.registry)
+    def __init__(self, application: "WSGIApplication", *, host: str = "127.0.0.1", port: int) -> None:
         try:
             self._server = make_server(host, port, application, _Server, _Handler)
         except OSError as error:

@@ -43,7 +43,8 @@ class RoundStatus(msgspec.Struct, frozen=True, kw_only=True):
     """The last round that was committed. `bytes` counts both directions of this peer; `loss` is its mean here.
 
     Of its `seconds` the workers stood still for `wait_seconds`; the exchange takes `exchange_seconds` of these, or of
-    the others where it goes on beside the training.
+    the others where it goes on beside the training. The cost model had expected `predicted_seconds` for the exchange,
+    null where links are not measured.
     """
 
     outer_step: int
@@ -53,6 +54,7 @@ class RoundStatus(msgspec.Struct, frozen=True, kw_only=True):
     num_members: int
     loss: float | None = None
     wait_seconds: float = 0.0
+    predicted_seconds: float | None = None
 
 
 class StepStatus(msgspec.Struct, frozen=True, kw_only=True):
@@ -164,6 +166,14 @@ class PeerStatus(msgspec.Struct, frozen=True, kw_only=True):
     address: str | None = None
 
 
+def members_of(status: Status) -> tuple[PeerStatus, ...]:
+    """The peers that a peer without a coordinator knows of: those of its view."""
+    return tuple(
+        PeerStatus(peer_id=one.peer_id, state="member", incarnation=one.incarnation, address=one.address)
+        for one in status.members
+    )
+
+
 def render_status(status: Status) -> str:
     """The status for people, a few lines without colours."""
     if status.phase == "coordinating":
@@ -181,7 +191,7 @@ def render_status(status: Status) -> str:
             f"{coordination.num_late} late"
         )
     if status.metrics_address is not None:
-        lines.append(f"metrics at http://{status.metrics_address}/metrics")
+        lines.append(f"page at http://{status.metrics_address}/, metrics at http://{status.metrics_address}/metrics")
     lines += [_line_of(member) for member in status.members]
     return "\n".join(lines)
 
@@ -205,7 +215,7 @@ def _training(status: Status) -> list[str]:
         lines.append(_line_of_step(step))
     if (last := status.last_round) is not None:
         lines.append(
-            f"last round {last.seconds:.2f} s ({last.exchange_seconds:.2f} s exchange, {rounded_nbytes(last.bytes)}) "
+            f"last round {last.seconds:.2f} s ({exchange_of(last)}, {rounded_nbytes(last.bytes)}) "
             f"with {count(last.num_members, 'peer')}"
         )
     if status.checkpoint_outer_step is not None:
@@ -241,6 +251,12 @@ def _line_of(member: MemberStatus) -> str:
 def render_peers(peers: Sequence[PeerStatus]) -> str:
     """For people, one line a peer."""
     return "\n".join(f"{peer.peer_id}  {peer.state:8}  {peer.address or '-'}" for peer in peers)
+
+
+def exchange_of(last: RoundStatus) -> str:
+    """What it took, and what it was expected to take."""
+    planned = "" if last.predicted_seconds is None else f", planned {last.predicted_seconds:.2f} s"
+    return f"exchange {last.exchange_seconds:.2f} s{planned}"
 
 
 def path_to(member: MemberStatus, *, with_round_trip: bool = True) -> str:

@@ -77,6 +77,9 @@ class Controlled(Protocol):
     def status(self) -> Status:
         """How it is now."""
 
+    def peers(self) -> tuple[PeerStatus, ...]:
+        """Who is in the run, as far as it knows."""
+
     def leave(self) -> None:
         """Begin to leave; repeated calls change nothing."""
 
@@ -174,20 +177,18 @@ class ControlServer:
             case StopRequest():
                 self._controlled.stop()
                 return Accepted()
-            case PeersRequest() | TicketRequest() | PutOutRequest() | RevokeRequest():
+            case PeersRequest():
+                return PeersReply(self._controlled.peers())
+            case TicketRequest() | PutOutRequest() | RevokeRequest():
                 return await self._consult(request)
             case _:
                 assert_never(request)
 
-    async def _consult(self, request: PeersRequest | TicketRequest | PutOutRequest | RevokeRequest) -> Reply:
+    async def _consult(self, request: TicketRequest | PutOutRequest | RevokeRequest) -> Reply:
         office = self._controlled.office
         if office is None:
-            return (
-                PeersReply(_members_of(self._controlled.status())) if isinstance(request, PeersRequest) else _ELSEWHERE
-            )
+            return _ELSEWHERE
         match request:
-            case PeersRequest():
-                return PeersReply(office.peers())
             case TicketRequest(is_new=False):
                 return TicketReply(encode_ticket(office.ticket()), office.program)
             case TicketRequest(is_once=is_once, lifetime_s=lifetime_s):
@@ -292,14 +293,6 @@ class ControlClient:
             raise Refused(reply.reason)
         reason = reply.reason if isinstance(reply, NotUnderstood) else type(reply).__name__
         raise NobodyReachable(f"the daemon in {self.run_dir} did not understand: {reason}")
-
-
-def _members_of(status: Status) -> tuple[PeerStatus, ...]:
-    """The peers that a peer knows of: those of its view."""
-    return tuple(
-        PeerStatus(peer_id=one.peer_id, state="member", incarnation=one.incarnation, address=one.address)
-        for one in status.members
-    )
 
 
 def _done(refusal: str | None) -> Reply:

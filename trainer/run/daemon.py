@@ -36,7 +36,8 @@ from isthmus.trainer.record.events import Coordinated, CoordinatorEnded, Counted
 from isthmus.trainer.record.figures import BLANK, Figures
 from isthmus.trainer.record.metrics import Metrics
 from isthmus.trainer.record.metrics_server import MetricsServer
-from isthmus.trainer.record.status import Status
+from isthmus.trainer.record.page import make_application
+from isthmus.trainer.record.status import PeerStatus, Status, members_of
 from isthmus.trainer.record.summary import shown
 from isthmus.trainer.record.translation import text_found
 from isthmus.trainer.run.connections import Reception
@@ -93,6 +94,8 @@ class _Process:
         self._peer: Peer | None = None
         self._has_left = False
         """The peer's part is over; its coordinator goes on."""
+        self._shown: tuple[Status, tuple[PeerStatus, ...]]
+        """What the page in a browser shows, of this second: its threads must not look by themselves."""
 
     # -------------------------------------------------------------------------------- life
 
@@ -105,12 +108,13 @@ class _Process:
                 EventLog(run_dir / FILE_NAME, start.me.peer_id, max_nbytes=node.events_nbytes, keep=node.events_keep)
             )
             self._chronicle = chronicle = Chronicle(events, self._first_figures())
+            self._shown = chronicle.status(), ()
             if isinstance(start.options, PeerOptions):
                 start.options.watch(chronicle.status)
             interrupts.leave = self.leave
             if config.metrics_port is not None:
-                metrics = Metrics(lambda: chronicle.figures)
-                server = MetricsServer(metrics, host=node.metrics_host, port=config.metrics_port)
+                application = make_application(Metrics(lambda: chronicle.figures), lambda: self._shown)
+                server = MetricsServer(application, host=node.metrics_host, port=config.metrics_port)
                 self._metrics_server = stack.enter_context(server)
             control = stack.enter_context(
                 ControlServer(
@@ -216,11 +220,12 @@ class _Process:
         chronicle.emit(started)
         is_open = is_wildcard(split_address(listening)[0])
         log.info(
-            "listening on=%r address=%s run_id=%s tls=%s",
+            "listening on=%r address=%s run_id=%s tls=%s page=%s",
             "every interface" if is_open else listening,
             address,
             start.terms.run_id,
             start.security.mode,
+            None if self._metrics_address is None else f"http://{self._metrics_address}/",
         )
         if text is not None:
             chronicle.emit(text_found(text))
@@ -318,6 +323,7 @@ class _Process:
                 view = self._seat.coordinator.status().view
                 members = tuple(member.peer_id for member in view.members)
                 chronicle.emit(Coordinated(epoch=view.epoch, outer_step=view.outer_step, members=members))
+            self._shown = self.status(), self.peers()
             await asyncio.sleep(1.0)
 
     # -------------------------------------------------------------------------------- being asked
@@ -334,6 +340,10 @@ class _Process:
         coordination = None if office is None else office.status()
         address = self._metrics_address
         return msgspec.structs.replace(status, leaving=leaving, coordination=coordination, metrics_address=address)
+
+    def peers(self) -> tuple[PeerStatus, ...]:
+        """Who is in the run, as far as this process knows."""
+        return members_of(self.status()) if self.office is None else self.office.peers()
 
     def leave(self) -> None:
         """Begin to leave in order."""

@@ -12,6 +12,7 @@ import os
 import signal
 from collections.abc import Sequence
 
+from isthmus.trainer.threads import spin_briefly
 from isthmus.trainer.workers.fork_server import ForkedProcess, ForkServer, ForkServerGone, Runner, serve
 from isthmus.trainer.workers.lifeline import name_process
 
@@ -28,15 +29,6 @@ _server: ForkServer | None = None
 """This process's: it has one, as it has one interpreter."""
 
 
-def wait_passively() -> None:
-    """Say how threads of torch wait, before it is loaded.
-
-    Threads that spin while they wait stop everybody else on a machine with more work than cores: two peers on two
-    cores take twenty times as long. Sleeping costs one peer alone nothing that can be measured.
-    """
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-
-
 def split_off() -> None:
     """Fork the fork server from this process, which must have one thread only. What is loaded by now is so for both."""
     global _server
@@ -47,7 +39,7 @@ def fork_server(*, anew: bool = False) -> ForkServer:
     """This process's; one is launched if there is none, or `anew`. Call it in the main thread."""
     global _server
     if _server is None or anew:
-        wait_passively()
+        spin_briefly()
         _server = ForkServer.launch(__name__)
         atexit.register(_server.close)
     return _server

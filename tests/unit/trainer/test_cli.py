@@ -48,6 +48,19 @@ STANDBY_TICKET = encode_ticket(dataclasses.replace(ON_THIS_MACHINE, secret=b"s" 
 MODEL = DecoderSection(preset="nano", num_layers=1, seq_len=16)
 LAUNCH = "from isthmus.trainer.cli.app import main; main()"
 
+TELLS_WHEN_TORCH_IS_LOADED = f"""
+import os, sys
+
+class Finder:
+    def find_spec(self, name, path=None, target=None):
+        if name == "torch":
+            print("torch is loaded, and its threads spin for", os.environ.get("GOMP_SPINCOUNT"), flush=True)
+            os._exit(0)
+
+sys.meta_path.insert(0, Finder())
+{LAUNCH}
+"""
+
 
 DESLOC_WITH_SGD = ("--outer.type", "desloc", "--inner.type", "sgd")
 
@@ -750,3 +763,22 @@ def test_every_operator_error_has_an_exit_code_of_its_own() -> None:
 
 def test_ticket_of_these_tests_is_a_ticket() -> None:
     assert decode_ticket(TICKET).run_id == "demo-0123abcd"
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("up",),
+        ("join", TICKET),
+        ("plan", "--peers", "2"),
+        ("sample", "a", "--model", "."),
+        ("eval", "."),
+    ],
+    ids=lambda words: words[0],
+)
+def test_threads_of_torch_hear_that_they_are_to_spin_briefly_before_it_is_loaded(
+    tmp_path: Path, words: tuple[str, ...]
+) -> None:
+    """Found: a config loaded it first, and two peers on two cores were ten times slower."""
+    done = in_a_process(*words, cwd=tmp_path, launch=TELLS_WHEN_TORCH_IS_LOADED)
+    assert done.stdout == "torch is loaded, and its threads spin for 1000\n"

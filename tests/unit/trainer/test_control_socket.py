@@ -26,6 +26,7 @@ from isthmus.trainer.record.status import (
     PeerStatus,
     RoundStatus,
     Status,
+    members_of,
     render_peers,
     render_status,
 )
@@ -57,7 +58,9 @@ def a_status() -> Status:
         tokens=12345,
         goodput=0.918,
         sent_bytes=1_500_000,
-        last_round=RoundStatus(outer_step=3, seconds=1.25, exchange_seconds=0.5, bytes=2048, num_members=2),
+        last_round=RoundStatus(
+            outer_step=3, seconds=1.25, exchange_seconds=0.5, predicted_seconds=0.4, bytes=2048, num_members=2
+        ),
         metrics_address="127.0.0.1:9",
     )
 
@@ -80,6 +83,9 @@ class Daemon:
     def status(self) -> Status:
         self.asked.append("status")
         return a_status()
+
+    def peers(self) -> tuple[PeerStatus, ...]:
+        return members_of(self.status()) if self.office is None else self.office.peers()
 
     def leave(self) -> None:
         self.asked.append("leave")
@@ -306,7 +312,7 @@ def test_status_for_people_says_what_is_known_and_what_is_not() -> None:
     assert "train loss 2.5000, validation loss unknown" in text
     assert "12,345 tokens, unknown a second, goodput 91.8%" in text
     assert "sent 1.5 MB, received 0 B" in text
-    assert "last round 1.25 s (0.50 s exchange, 2.0 kB) with 2 peers" in text
+    assert "last round 1.25 s (exchange 0.50 s, planned 0.40 s, 2.0 kB) with 2 peers" in text
     assert "0123456789abcdef  127.0.0.1:1  (this)" in text
     assert "votes" not in text
 
@@ -320,6 +326,6 @@ def test_a_coordinator_alone_tells_view_round_and_votes() -> None:
         "run demo-0123abcd, coordinator 0123456789abcdef",
         "outer step 3 of 20, view 2 of 1 peer",
         "round 4: 1 of 2 votes, 1 learner, 0 late",
-        "metrics at http://127.0.0.1:9/metrics",
+        "page at http://127.0.0.1:9/, metrics at http://127.0.0.1:9/metrics",
         "  0123456789abcdef  127.0.0.1:1  (this)",
     ]

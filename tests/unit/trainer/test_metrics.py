@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 from msgspec.structs import replace
@@ -21,6 +22,10 @@ from isthmus.trainer.record.events import Checkpoint
 from isthmus.trainer.record.figures import BLANK, fold
 from isthmus.trainer.record.metrics import Metrics
 from isthmus.trainer.record.metrics_server import TOO_LONG, TOO_MANY, TOO_SLOW, MetricsServer
+from isthmus.trainer.record.page import make_application
+
+if TYPE_CHECKING:
+    from wsgiref.types import WSGIApplication
 
 
 @pytest.fixture
@@ -28,9 +33,13 @@ def metrics() -> Metrics:
     return Metrics(lambda: BLANK)
 
 
+def application_of(metrics: Metrics) -> "WSGIApplication":
+    return make_application(metrics, lambda: (BLANK, ()))
+
+
 @pytest.fixture
 def server(metrics: Metrics) -> Iterator[MetricsServer]:
-    with MetricsServer(metrics, port=0) as server:
+    with MetricsServer(application_of(metrics), port=0) as server:
         yield server
 
 
@@ -46,7 +55,7 @@ def ask(server: MetricsServer, method: str = "GET", path: str = "/metrics") -> t
 
 def test_numbers_are_served_as_they_are_now() -> None:
     figures = replace(BLANK, run_id="demo-0123abcd", refused={"forged": 1}, sent_bytes=1000)
-    with MetricsServer(Metrics(lambda: figures), port=0) as server:
+    with MetricsServer(application_of(Metrics(lambda: figures)), port=0) as server:
         ask(server)
         figures = fold(replace(figures, sent_bytes=1024), Checkpoint(outer_step=7, seconds=1.5))
         status, text = ask(server)
@@ -85,11 +94,11 @@ def test_endpoint_listens_on_this_machine_only_by_itself_and_only_reads(server: 
 
 
 def test_endpoint_listens_where_it_is_told_to(metrics: Metrics) -> None:
-    with MetricsServer(metrics, host="127.0.0.2", port=0) as elsewhere:
+    with MetricsServer(application_of(metrics), host="127.0.0.2", port=0) as elsewhere:
         assert elsewhere.address.startswith("127.0.0.2:")
         assert ask(elsewhere)[0] == 200
     with pytest.raises(EnvironmentFault, match=r"node\.metrics_host to an address of this machine"):
-        MetricsServer(metrics, host="203.0.113.1", port=0)
+        MetricsServer(application_of(metrics), host="203.0.113.1", port=0)
 
 
 def test_strange_requests_do_not_end_it(server: MetricsServer) -> None:
@@ -181,12 +190,12 @@ def test_request_without_end_of_its_lines_is_ended(server: MetricsServer, caplog
 def test_taken_port_is_told_with_a_cure(metrics: Metrics, server: MetricsServer) -> None:
     port = int(server.address.rpartition(":")[2])
     with pytest.raises(EnvironmentFault, match=r"set node\.metrics_port to 0") as caught:
-        MetricsServer(metrics, port=port)
+        MetricsServer(application_of(metrics), port=port)
     assert caught.value.exit_code == ExitCode.ENVIRONMENT
 
 
 def test_closed_endpoint_is_gone(metrics: Metrics) -> None:
-    server = MetricsServer(metrics, port=0)
+    server = MetricsServer(application_of(metrics), port=0)
     server.close()
     with pytest.raises(ConnectionRefusedError):
         ask(server)
