@@ -6,20 +6,27 @@ import re
 import signal
 import urllib.request
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from isthmus.elastic.core.records import ViewRecord
-from tests.multiprocess.run_harness import LEFT, OPEN_END, Audit, assert_same_commits, read_journal, running
+from tests.multiprocess.run_harness import LEFT, OPEN_END, Audit, Process, assert_same_commits, read_journal, running
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(200)]
 
 WORKER_CRASHED = 10
 
 
-def _metrics_at(address: str) -> str:
-    with urllib.request.urlopen(f"http://{address}/metrics", timeout=20.0) as answer:
-        return bytes(answer.read()).decode()
+def _told_at(address: str, path: str) -> str:
+    with urllib.request.urlopen(f"http://{address}/{path}", timeout=10) as answer:
+        return str(answer.read().decode())
+
+
+def _page_of(process: Process) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """What its page in a browser is drawn from."""
+    address = json.loads((process.directory / "peer.json").read_bytes())["metrics_address"]
+    return json.loads(_told_at(address, "status.json")), json.loads(_told_at(address, "peers.json"))
 
 
 def test_a_coordinator_that_is_stopped_before_its_run_is_complete_has_left(tmp_path: Path) -> None:
@@ -32,20 +39,27 @@ def test_a_coordinator_that_is_stopped_before_its_run_is_complete_has_left(tmp_p
     assert f"ended with {LEFT} (stopped)" in told.err
 
 
-def test_a_coordinators_metrics_are_of_its_run_also_after_it_was_started_again(tmp_path: Path) -> None:
+def test_metrics_and_page_of_a_coordinator_are_of_its_run_also_after_it_was_started_again(tmp_path: Path) -> None:
     with running(tmp_path) as run:
         flags = ("--run.outer_steps", str(OPEN_END), "--node.metrics_port", "0")
         coordinator = run.coordinator(*flags)
         run.wait_for_ticket()
-        peer = run.join()
+        peer = run.join("--node.metrics_port", "0")
         run.until_step(2, peer)
         coordinator.kill()
         again = run.coordinator(*flags, folder=coordinator.directory)
         run.wait_for_ticket()
         told = json.loads(run.command("status", "--json", "--dir", str(again.directory)).out)
-        run.until("its metrics", lambda: "isthmus_world_size 1.0" in _metrics_at(told["metrics_address"]))
+        run.until("its metrics", lambda: "isthmus_world_size 1.0" in _told_at(told["metrics_address"], "metrics"))
+        run.until("the peer's page", lambda: _page_of(peer)[0]["outer_step"] >= 2)
+        coordinates, of_it = _page_of(again)
+        trains, of_peer = _page_of(peer)
         peer.signal(signal.SIGINT)
         assert run.until_ended(peer) == [LEFT]
+    assert (coordinates["phase"], coordinates["coordination"]["num_members"]) == ("coordinating", 1)
+    assert trains["peer_id"] == peer.peer_id
+    for peers in (of_it, of_peer):
+        assert [(one["peer_id"], one["state"]) for one in peers] == [(peer.peer_id, "member")]
 
 
 def test_a_founder_that_has_resumed_its_folder_and_is_killed_goes_on_when_its_command_is_given_again(
