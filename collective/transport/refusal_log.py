@@ -16,7 +16,7 @@ from isthmus.collective.core.types import Instant
 log = logging.getLogger(__name__)
 
 CLOSED_BEFORE_HELLO: Final = "closed before hello"
-"""No warning: who tries several addresses of ours side by side hangs up where it lost."""
+"""No news: who tries several addresses of ours side by side hangs up where it lost, and so does every honest peer."""
 
 _EVERY_S = 60.0
 _MAX_KINDS = 64
@@ -51,5 +51,5 @@ class RefusalLog:
                 return
         self._said_at[kind] = now
         words = "".join(f" {name}={value[:_MAX_LENGTH]!r}" for name, value in about.items() if value)
-        level = logging.INFO if kind == CLOSED_BEFORE_HELLO else logging.WARNING
+        level = logging.DEBUG if kind == CLOSED_BEFORE_HELLO else logging.WARNING
         log.log(level, "connection_ended%s reason=%r so_far=%d", words, kind[:_MAX_LENGTH], self._counters[kind])

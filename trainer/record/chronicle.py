@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from msgspec.structs import replace
 
 from isthmus.collective import LinkReport
+from isthmus.collective.core.address import candidates_of
+from isthmus.collective.transport.interfaces import is_home
 from isthmus.elastic import observation as told
 from isthmus.elastic.observation import Event, Observation
 from isthmus.trainer.config.quantities import rounded_nbytes
@@ -58,10 +60,20 @@ class Chronicle:
         known = {name: getattr(figures, name) for name in Status.__struct_fields__}
         paths: dict[str, LinkReport] = {link.peer_id: link for link in links if link.host}
         known["members"] = tuple(
-            replace(_along(paths.get(member.peer_id), member), is_coordinator=member.address == figures.coordinator)
+            replace(
+                _along(paths.get(member.peer_id), member), is_coordinator=_lives_at(member.address, figures.coordinator)
+            )
             for member in figures.members
         )
         return Status(**known | {"phase": "leaving" if figures.is_leaving else figures.phase})
+
+
+def _lives_at(address: str, coordinator: str | None) -> bool:
+    """Whether this member's process is the coordinator's too. Of its addresses some may have changed."""
+    if coordinator is None or address == coordinator:
+        return coordinator is not None
+    known = set(candidates_of(coordinator))
+    return any(candidate in known and not is_home(candidate) for candidate in candidates_of(address))
 
 
 def _along(link: LinkReport | None, member: MemberStatus) -> MemberStatus:

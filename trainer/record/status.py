@@ -255,8 +255,8 @@ def render_peers(peers: Sequence[PeerStatus]) -> str:
 
 def exchange_of(last: RoundStatus) -> str:
     """What it took, and what it was expected to take."""
-    planned = "" if last.predicted_seconds is None else f", planned {last.predicted_seconds:.2f} s"
-    return f"exchange {last.exchange_seconds:.2f} s{planned}"
+    planned = "" if last.predicted_seconds is None else f", planned {last.predicted_seconds:.3f} s"
+    return f"exchange {last.exchange_seconds:.3f} s{planned}"
 
 
 def path_to(member: MemberStatus, *, with_round_trip: bool = True) -> str:

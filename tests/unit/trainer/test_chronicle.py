@@ -510,6 +510,16 @@ def test_a_peer_that_leaves_says_so_until_it_is_gone(desk: Desk) -> None:
     assert desk.chronicle.status().phase == "leaving"
 
 
+def test_a_member_is_the_coordinator_still_when_its_addresses_have_changed(desk: Desk) -> None:
+    """Found: a founder that had got one more interface was no coordinator any more, in its own status."""
+    addresses = ("10.55.0.1:7,127.0.0.1:7", "10.55.0.2:7,127.0.0.1:7")
+    desk.tell(replace(SEEN, **view_fields(VIEW) | {"addresses": addresses}))
+    desk.tell(CoordinatorConnected(address="192.0.2.2:7,10.55.0.1:7,127.0.0.1:7"))
+    assert [member.is_coordinator for member in desk.chronicle.status().members] == [True, False]
+    desk.tell(CoordinatorConnected(address="192.0.2.2:7,127.0.0.1:7"))
+    assert [member.is_coordinator for member in desk.chronicle.status().members] == [False, False]
+
+
 def test_the_status_marks_this_peer_the_coordinator_and_the_paths_between(desk: Desk) -> None:
     fields = view_fields(VIEW) | {"apart": (f"{A.peer_id} {B.peer_id}",)}
     desk.tell(replace(SEEN, **fields), CoordinatorConnected(address=ADDRESS))

@@ -312,7 +312,7 @@ def test_status_for_people_says_what_is_known_and_what_is_not() -> None:
     assert "train loss 2.5000, validation loss unknown" in text
     assert "12,345 tokens, unknown a second, goodput 91.8%" in text
     assert "sent 1.5 MB, received 0 B" in text
-    assert "last round 1.25 s (exchange 0.50 s, planned 0.40 s, 2.0 kB) with 2 peers" in text
+    assert "last round 1.25 s (exchange 0.500 s, planned 0.400 s, 2.0 kB) with 2 peers" in text
     assert "0123456789abcdef  127.0.0.1:1  (this)" in text
     assert "votes" not in text
 

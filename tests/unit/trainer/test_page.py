@@ -142,7 +142,7 @@ def test_a_browser_shows_run_loss_round_peers_and_pace(browser: list[str], serve
         page, "losses"
     )
     assert len(re.findall(r"[\d.]+,[\d.]+", page.partition('class="curve" points="')[2].partition('"')[0])) == 9
-    assert words_of(page, "rounds").startswith("last round 1.25 s with 2 peers waited 0.90 s exchange 0.50 s, 2.0 kB")
+    assert words_of(page, "rounds").startswith("last round 1.25 s with 2 peers waited 0.90 s exchange 0.500 s, 2.0 kB")
     assert page.count('class="bar"') == 1, "the same round is one bar, however often it is looked at"
     assert words_of(page, "peers") == (
         "01234567 member, this fedcba98 member to 10.0.0.2 12.3 ms ab12ab12 learner 10.0.0.9:7000"

@@ -151,11 +151,11 @@ function showRounds(status) {
   say("waits-most", `${fixed(Math.max(...waits.map(([, seconds]) => seconds)), 2, " s")} at most`);
   say("waits-first", `outer step ${waits[0][0]}`);
   say("waits-last", String(last.outer_step));
-  const planned = known(last.predicted_seconds) ? ` (planned ${fixed(last.predicted_seconds, 2, " s")})` : "";
+  const planned = known(last.predicted_seconds) ? ` (planned ${fixed(last.predicted_seconds, 3, " s")})` : "";
   list("rounds", [
     ["last round", `${fixed(last.seconds, 2, " s")} with ${count(last.num_members, "peer")}`],
     ["waited", fixed(last.wait_seconds, 2, " s")],
-    ["exchange", `${fixed(last.exchange_seconds, 2, " s")}${planned}, ${size(last.bytes)}`],
+    ["exchange", `${fixed(last.exchange_seconds, 3, " s")}${planned}, ${size(last.bytes)}`],
     ["goodput", share(status.goodput)],
   ]);
 }
