@@ -50,6 +50,11 @@ class Console:
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    @property
+    def has_live_line(self) -> bool:
+        """Whether what is watched is shown."""
+        return self._has_live_line
+
     def log(self, text: str) -> None:
         """A line for stderr, or several. Returns at once."""
         self._put(self._err, text)

@@ -2,15 +2,16 @@
 """What `isthmus leave` says while a peer leaves: asks its daemon again and again, and ends when it has left.
 
 Rules: a leave may take as long as its work does, so nothing here has a deadline but the daemon's answers. A process
-that goes on without its peer, as its coordinator, has left all the same. Must not know what leaving means.
+that goes on without its peer, as its coordinator, has left all the same. A terminal shows each inner step, in one live
+line; elsewhere a line is written when the wait is another one, and now and then. Must not know what leaving means.
 
 Errors: `NothingRuns` (the daemon was killed before it had left), `NobodyReachable` (it does not answer any more).
 """
 
-import sys
 import time
-from collections.abc import Callable
+from functools import partial
 
+from isthmus.trainer.cli.console import Console
 from isthmus.trainer.config.quantities import rounded_nbytes
 from isthmus.trainer.errors import NobodyReachable, NothingRuns
 from isthmus.trainer.record.event_log import FILE_NAME, EventReader
@@ -21,7 +22,7 @@ _POLL_S = 0.1
 _QUIET_S = 1.0
 """A leave that takes no longer is not talked about."""
 _AGAIN_S = 10.0
-"""The same line is said again after so long, so that nobody takes the wait for a hang."""
+"""So often a line is written while the wait is the same, so that nobody takes it for a hang."""
 _MAX_SILENCES = 6
 """So many questions in a row may stay unanswered: the daemon may be busy, or its machine."""
 _TAIL_NBYTES = 1 << 16
@@ -36,7 +37,7 @@ _WAITS = {
 }
 
 
-def follow(client: ControlClient, say: Callable[[str], None]) -> str | None:
+def follow(client: ControlClient, console: Console) -> str | None:
     """Wait until the peer has left, and say what it waits for.
 
     Returns:
@@ -46,8 +47,8 @@ def follow(client: ControlClient, say: Callable[[str], None]) -> str | None:
         NothingRuns, NobodyReachable: see the module.
     """
     folder, began = client.run_dir, time.monotonic()
-    said, said_at = "", began
-    num_silences = 0
+    told: object = None
+    told_at, num_silences = began, 0
     while not client.has_ended():
         try:
             status = client.status()
@@ -64,9 +65,12 @@ def follow(client: ControlClient, say: Callable[[str], None]) -> str | None:
             others = "another peer" if leaving.num_others == 1 else f"{leaving.num_others} other peers"
             return f"{leaving.reason}; its process coordinates {others} until they end: isthmus leave --now ends it"
         now, line = time.monotonic(), describe(status)
-        if now >= began + _QUIET_S and (line != said or now >= said_at + _AGAIN_S):
-            say(line)
-            said, said_at = line, now
+        wait = (None if leaving is None else leaving.waits_for, status.outer_step)
+        if now >= began + _QUIET_S:
+            console.watch(partial(str, line))
+            if not console.has_live_line and (wait != told or now >= told_at + _AGAIN_S):
+                console.log(line)
+                told, told_at = wait, now
         time.sleep(_POLL_S)
     if client.was_killed():
         raise NothingRuns(
@@ -88,12 +92,6 @@ def describe(status: Status) -> str:
         line += f" (outer step {status.outer_step})"
         line += "".join(f"; {_of(item.sent_bytes, item.total_bytes)} to {item.peer_id}" for item in leaving.fetches)
     return line
-
-
-def say_on_stderr(line: str) -> None:
-    """For people; the result goes to stdout."""
-    sys.stderr.write(f"{line}\n")
-    sys.stderr.flush()
 
 
 def _of(sent: int, total: int) -> str:

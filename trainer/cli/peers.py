@@ -218,16 +218,20 @@ def leave(
     now: Annotated[bool, typer.Option("--now", help="Stop at once; the steps since the last commit are lost.")] = False,
 ) -> int:
     """Let this machine's peer hand in its work and leave the run. Ctrl-C ends this command, not the leaving."""
-    from isthmus.trainer.cli.leaving import follow, say_on_stderr
+    from isthmus.trainer.cli.console import Console
+    from isthmus.trainer.cli.leaving import follow
     from isthmus.trainer.run.control_messages import LeaveRequest, StopRequest
 
     client = client_of(directory)
     client.order(StopRequest() if now else LeaveRequest())
-    try:
-        sentence = follow(client, say_on_stderr)
-    except KeyboardInterrupt:
-        say_on_stderr("the peer goes on leaving; isthmus leave shows how far it is, isthmus leave --now does not wait")
-        raise
+    with Console() as console:
+        try:
+            sentence = follow(client, console)
+        except KeyboardInterrupt:
+            console.log(
+                "the peer goes on leaving; isthmus leave shows how far it is, isthmus leave --now does not wait"
+            )
+            raise
     if sentence is not None:
         print(sentence)
     return int(ExitCode.DONE)
