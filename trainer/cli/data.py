@@ -55,6 +55,7 @@ def prep(
     as_json: AsJson = False,
 ) -> int:
     """Turn texts into token shards that runs train on (--data). Goes on where it was cut short."""
+    from isthmus.trainer.control_groups import num_processors
     from isthmus.trainer.data.prep.preparing import Settings, prepare
 
     if tokenizer is not None and train_tokenizer is not None:
@@ -70,7 +71,7 @@ def prep(
         field=field,
         validation_fraction=validation_fraction,
         shard_nbytes=_shard_nbytes(shard_size),
-        jobs=jobs or len(os.sched_getaffinity(0)),
+        jobs=jobs or num_processors(),
     )
     bar = _Bar()
     try:

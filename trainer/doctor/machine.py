@@ -25,7 +25,9 @@ from isthmus.collective.transport import SocketOptions
 from isthmus.collective.transport.sockets import bind
 from isthmus.trainer.config.quantities import rounded_nbytes
 from isthmus.trainer.contact.reach import reachable_at
+from isthmus.trainer.control_groups import memory_limits, num_processors
 from isthmus.trainer.doctor.report import Check, Fact, fail, format_path, ok, warn
+from isthmus.trainer.record.status import count
 
 _WRITTEN_NBYTES = 64 << 20
 _BLOCK_NBYTES = 4 << 20
@@ -48,9 +50,9 @@ def device(wanted: str, num_workers: int) -> Check:
     import torch
 
     num_devices = torch.cuda.device_count()
-    num_cores = len(os.sched_getaffinity(0))
+    num_cores = num_processors()
     if wanted == "cpu" or (wanted == "auto" and num_devices == 0):
-        text = f"{'the CPU' if wanted == 'cpu' else 'no GPU: the CPU'} computes, with {num_cores} cores"
+        text = f"{'the CPU' if wanted == 'cpu' else 'no GPU: the CPU'} computes, with {count(num_cores, 'core')}"
         if wanted == "auto" and Path("/dev/nvidiactl").exists():
             cure = "install the driver that nvidia-smi asks for, and a torch that is built for CUDA"
             return warn("device", f"{text}; a GPU is here, and this torch cannot use it", cure, num_cores=num_cores)
@@ -79,7 +81,7 @@ def device(wanted: str, num_workers: int) -> Check:
 
 
 def memory() -> Check:
-    """How much there is, within the limit of this process's group."""
+    """How much there is, within the limits of this process's groups."""
     total_nbytes, available_nbytes = memory_nbytes()
     text = f"{rounded_nbytes(total_nbytes)}, {rounded_nbytes(available_nbytes)} of it free"
     return ok("memory", text, total_bytes=total_nbytes, available_bytes=available_nbytes)
@@ -88,13 +90,8 @@ def memory() -> Check:
 def memory_nbytes() -> tuple[int, int]:
     """Bytes in all, and those that can be had now."""
     machine = psutil.virtual_memory()
-    total_nbytes, available_nbytes = machine.total, machine.available
-    group = Path("/sys/fs/cgroup")
-    try:
-        limit, used = (int((group / name).read_text()) for name in ("memory.max", "memory.current"))
-    except (OSError, ValueError):  # no such file, or "max"
-        return total_nbytes, available_nbytes
-    return min(total_nbytes, limit), min(available_nbytes, max(0, limit - used))
+    limits = [(machine.total, machine.available), *memory_limits()]
+    return min(total for total, _ in limits), min(available for _, available in limits)
 
 
 def disk(folder: Path) -> Check:

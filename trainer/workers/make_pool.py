@@ -12,6 +12,7 @@ from pathlib import Path
 import msgspec
 
 from isthmus.trainer.config.job import Device, TrainingJob, WorkerJob
+from isthmus.trainer.control_groups import num_processors
 from isthmus.trainer.data.corpus import Corpus
 from isthmus.trainer.data.prepared import PreparedText
 from isthmus.trainer.data.text_shelf import FOLDER_NAME as TEXT_FOLDER
@@ -48,7 +49,7 @@ def worker_pool(
         shuffle_shards: of a prepared text, that are mixed at a time.
         num_workers: L, one for each device.
         device: where they compute.
-        num_threads: CPU threads of each; None: this process's CPUs, divided.
+        num_threads: CPU threads of each; None: those of this process (`num_processors`), divided.
         log_dir: existing folder of the peer, for their output, `worker-0.log` and so on; appended to. Copies of shards
             are in it.
         hang_timeout_s: see `WorkerRequests`.
@@ -64,7 +65,7 @@ def worker_pool(
             yield WorkerJob(
                 training=msgspec.structs.replace(training, micro_batch=micro_batch.size),
                 device=device,
-                num_threads=num_threads or max(1, len(os.sched_getaffinity(0)) // num_workers),
+                num_threads=num_threads or max(1, num_processors() // num_workers),
                 parent_pid=os.getpid(),
                 socket_path=str(folder / "socket"),
                 store_path=str(folder / "store"),
