@@ -3,7 +3,8 @@
 
 Both versions of them are read, of the process's own group and of all above it as far as they are seen: in a container
 its own group is the root. Sources: the kernel's admin-guide/cgroup-v2.rst (`cpu.max`, `memory.max`), its
-cgroup-v1/memory.rst and its scheduler/sched-bwc.rst. Where nothing can be read there is no limit. Must not know who asks.
+cgroup-v1/memory.rst and its scheduler/sched-bwc.rst. Where nothing can be read there is no limit. Must not know who
+asks.
 """
 
 import math
