@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from isthmus.trainer.cli.support import Invocation
-from isthmus.trainer.errors import ConfigError, ExitCode
+from isthmus.trainer.errors import ConfigError, EnvironmentFault, ExitCode
 
 if TYPE_CHECKING:
     from isthmus.trainer.config.sources import ResolvedConfig
@@ -64,7 +64,9 @@ def init(
     except FileExistsError as error:
         raise ConfigError(f"{file} exists already", cure="name another file, or take this one away first") from error
     except OSError as error:
-        raise ConfigError(f"{file} cannot be written: {error.strerror}", cure="name another file") from error
+        if isinstance(error, FileNotFoundError | NotADirectoryError):
+            raise ConfigError(f"{file.parent} is no folder", cure="name a file in a folder that is there") from error
+        raise EnvironmentFault(f"{file} cannot be written: {error.strerror}", cure="name another file") from error
     print(f"{file} is written: every key is in it, with its meaning and its default; isthmus up -c {file} founds a run")
     return int(ExitCode.DONE)
 

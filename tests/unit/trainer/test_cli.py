@@ -507,7 +507,7 @@ def test_init_writes_a_file_that_founds_a_run_and_never_over_another(isthmus: Is
     shown = [isthmus("config", "show", *more).stdout for more in ((), ("-c", "run.toml"))]
     assert shown[0] == shown[1]
     assert_one_sentence(isthmus("init"), ExitCode.USAGE, "run.toml exists already")
-    assert_one_sentence(isthmus("init", "no/where.toml"), ExitCode.USAGE, "cannot be written")
+    assert_one_sentence(isthmus("init", "no/where.toml"), ExitCode.USAGE, "no is no folder")
 
 
 def test_init_leaves_no_half_of_a_file_where_there_is_no_room(isthmus: Isthmus, tmp_path: Path) -> None:
@@ -517,7 +517,7 @@ def test_init_leaves_no_half_of_a_file_where_there_is_no_room(isthmus: Isthmus, 
         done = isthmus("init")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    assert_one_sentence(done, ExitCode.USAGE, "run.toml cannot be written: File too large")
+    assert_one_sentence(done, ExitCode.ENVIRONMENT, "run.toml cannot be written: File too large")
     assert not (tmp_path / "run.toml").exists()
 
 
