@@ -279,10 +279,13 @@ def test_three_train_over_their_links_through_a_kill_a_return_a_leave_and_a_four
             if not member["is_me"] and member["round_trip_ms"] is not None:
                 ends = (in_run[member["peer_id"]], in_run[me["peer_id"]])
                 least = sum(end["delay_ms"] - end["jitter_ms"] for end in ends)
-                assert least <= member["round_trip_ms"] <= least + 60
+                # A busy emulator does not know when each frame came, and lets some go a little early (emulator.py).
+                assert least - LATE_MS <= member["round_trip_ms"] <= least + 60
         published = docker("compose", "port", "--index", "1", "peer", "9464").stdout.strip()
         with urllib.request.urlopen(f"http://{published}/metrics", timeout=30) as answer:
             assert "isthmus_outer_step" in answer.read().decode()
+        with urllib.request.urlopen(f"http://{published}/status.json", timeout=30) as answer:
+            assert len(json.load(answer)["members"]) == 3
 
         docker("kill", two.container)
         killed_at = two.step
