@@ -47,7 +47,7 @@ class Closing:
         self._config, self._state, self._turn, self._roster = config, turn.state, turn, roster
         self._news, self._views, self._admission, self._failures = news, views, admission, failures
         self._round, self._grace, self._pauses = open_round, open_round.grace, pauses
-        self._witnesses = Witnesses(config.norm_guard)
+        self._witnesses = Witnesses(config.norm_guard, turn.state.sizes)
         self._weighed: dict[PeerId, Vote] = {}  # those whose weight was looked at
         self._disputed: tuple[PeerId, ...] = ()  # members that are at odds about the round's results
         self._exchange_s = 0.0  # from the last payload to a majority's votes, of the slowest recent round
@@ -279,8 +279,9 @@ class Closing:
             contributions=self._contributions(members, agreed.deviants),
             final=step >= self._config.outer_steps,
             disputed=tuple(roster.sessions[peer_id].ref for peer_id in agreed.deviants if peer_id in self._disputed),
+            usual_size=self._witnesses.usual([session.ref.peer_id for session in members], self._round.votes),
         )
-        self._witnesses.committed([session.ref.peer_id for session in members], self._round.votes)
+        self._witnesses.committed()
         majority_at, late = self._majority_at(self._round.settled_at), self._last_voters()
         self._turn.persist(record)
         self._round.committed()
@@ -314,6 +315,7 @@ class Closing:
         leases = self._state.leases
         votes = [self._round.votes[session.ref.peer_id] for session in members]
         owned = [leases.clip(session.ref, vote.consumed) for session, vote in zip(members, votes, strict=True)]
+        in_range = self._witnesses.in_range([session.ref.peer_id for session in members], self._round.votes)
         result: list[CommittedPart] = []
         for session, vote, own, consumed in zip(members, votes, owned, leases.bounded(owned), strict=True):
             self._turn.counters["lease_clipped"] += own != merged(vote.consumed)
@@ -326,6 +328,7 @@ class Closing:
                     consumed=consumed,
                     agreed=session.ref.peer_id not in deviants,
                     signature=b"" if session.ref.peer_id in deviants else vote.signature,
+                    size=in_range.get(session.ref.peer_id, 0.0),
                 )
             )
         return tuple(result)

@@ -14,6 +14,8 @@ from msgspec import Meta
 from isthmus.collective.core.types import Epoch, Incarnation, OuterStep, PeerId, PeerRef, RoundKey, View
 from isthmus.elastic.core.certificate import Certificate
 from isthmus.elastic.core.messages import Bar, DataPosition, Digest, Held, IndexRange, Natural, Signature, Weight
+from isthmus.elastic.core.sizes import KnownSizes
+from isthmus.elastic.core.values import Size
 
 
 class _Record(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag=True):
@@ -72,7 +74,8 @@ class ViewRecord(_Record, frozen=True, kw_only=True):
 class CommittedPart(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What one member put into a committed round. `agreed` says that it voted for what was committed, and holds it.
 
-    `signature` is that of its ballot, if it agreed.
+    `signature` is that of its ballot, if it agreed. `size` says how large its numbers were in the others' eyes, if that
+    was in range; else, and where nobody could compare, it is 0.
     """
 
     ref: PeerRef
@@ -81,12 +84,14 @@ class CommittedPart(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     consumed: tuple[IndexRange, ...]
     agreed: bool = True
     signature: Signature = b""
+    size: Size = 0.0
 
 
 class CommitRecord(_Record, frozen=True, kw_only=True):
     """A round was committed: `outer_step` is the step it made, `previous` the digest it started from.
 
     `disputed` are members that had another result because, as they say, one member gave it to them: either may lie.
+    `usual_size` says how large numbers were as the member in the middle saw them; 0: they could not be compared.
     """
 
     key: RoundKey
@@ -96,6 +101,7 @@ class CommitRecord(_Record, frozen=True, kw_only=True):
     contributions: tuple[CommittedPart, ...]
     final: bool
     disputed: tuple[PeerRef, ...] = ()
+    usual_size: Size = 0.0
 
 
 class LeaseRecord(_Record, frozen=True, kw_only=True):
@@ -185,6 +191,7 @@ class SnapshotRecord(_Record, frozen=True, kw_only=True):
         bars: who is kept out.
         tickets: those that do not admit everybody any more.
         let_in: by which ticket each peer came last.
+        sizes: see `KnownSizes`.
     """
 
     view: View
@@ -207,6 +214,7 @@ class SnapshotRecord(_Record, frozen=True, kw_only=True):
     bars: tuple[Bar, ...]
     tickets: tuple[TicketRecord, ...]
     let_in: tuple[TicketRecord, ...]
+    sizes: KnownSizes = KnownSizes()
 
     @property
     def committed(self) -> Held | None:

@@ -32,6 +32,7 @@ from isthmus.elastic.core.records import (
     TicketRecord,
     ViewRecord,
 )
+from isthmus.elastic.core.sizes import Sizes
 from isthmus.elastic.core.work import Strikes, WorkBook
 
 BLANK_VIEW = View(epoch=Epoch(0), outer_step=OuterStep(0), digest=b"", members=())
@@ -70,6 +71,7 @@ class RunState:
         self.leases = LeaseLedger()
         self.work = WorkBook()
         self.strikes = Strikes()
+        self.sizes = Sizes()
         self.doors = Doors()
         self._link = b""  # what the next certificate names as its parent
         self._past = Pasts()
@@ -169,6 +171,7 @@ class RunState:
             bars=tuple(self.doors.bars.values()),
             tickets=tuple(self.doors.tickets.values()),
             let_in=tuple(self.doors.admitted.values()),
+            sizes=self.sizes.known(),
         )
 
     def _restore(self, record: SnapshotRecord) -> None:
@@ -187,7 +190,7 @@ class RunState:
         self.reached = dict(record.reached)
         self.leases = LeaseLedger.restored(record)
         self.work, self.strikes = WorkBook.restored(record.work), Strikes(record.strikes)
-        self.doors = Doors.restored(record)
+        self.doors, self.sizes = Doors.restored(record), Sizes(record.sizes)
 
     def _begin(self, at: Past) -> None:
         assert self.committed is None, "a run begins once"
@@ -259,6 +262,7 @@ class RunState:
         for item in record.contributions:
             self.reached.setdefault(item.ref.peer_id, record.outer_step)
         self.contributed |= {item.ref: self.committed for item in record.contributions}
+        self.sizes.committed({item.ref.peer_id: item.size for item in record.contributions}, record.usual_size)
         self.last_commit = record
         self._certify(record)
         # The same view goes on from the new state: no epoch is spent on a commit that changes nobody's membership.

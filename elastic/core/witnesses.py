@@ -26,7 +26,7 @@ A part is too large if its numbers are more than `limit` times as large as is us
 them. Differences grow no faster than the work behind them, so who has done more may send more, in proportion, up to
 sixteen times the work: how much that is only its leases say. With less work nobody's are larger. What was usual in the
 last rounds counts as well, since newcomers may all send little. So does what this member itself has sent in rounds that
-were committed: a veteran is not too large because all others are new.
+were committed: a veteran is not too large because all others are new. Both come from the journal (sizes.py).
 
 Rules: values only. It decides nothing about the membership (closing.py).
 """
@@ -39,12 +39,12 @@ from types import MappingProxyType
 
 from isthmus.collective.core.types import HUGE, PeerId
 from isthmus.elastic.core.messages import Vote
+from isthmus.elastic.core.sizes import Sizes
 
 _MAX_LINKS = 1024
 _NO_HISTORY: Mapping[PeerId, int] = MappingProxyType({})
-_ROUNDS_KNOWN = 5
 _WHILE_UNKNOWN = 10.0
-"""How many times wider the limit is before the first commit, and after a restart of the coordinator."""
+"""How many times wider the limit is before the first commit, and after the journal was lost."""
 _MOST_WORK = 16.0
 """How many times the others' work widens the limit at most, however much more a vote claims. A machine that is twenty
 times as fast as the others sends numbers twenty times as large at most: an eighth of the limit then."""
@@ -52,8 +52,6 @@ _AS_LARGE = 2.0
 """So many times a part explains a sum: the two were seen by different members, and through a codec."""
 _OWN_FACTOR = 2.0
 """How many times its own earlier numbers a member's may be, whatever the others send."""
-_OWN_ROUNDS = 64
-"""So many commits long these count."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,15 +76,14 @@ class Witnesses:
 
     Args:
         limit: how many times larger than usual a part's numbers may be; infinite: as large as they like.
+        sizes: of the parts of earlier rounds.
     """
 
-    def __init__(self, limit: float) -> None:
-        self._limit = limit
+    def __init__(self, limit: float, sizes: Sizes) -> None:
+        self._limit, self._sizes = limit, sizes
         self._at_odds: deque[frozenset[PeerId]] = deque(maxlen=_MAX_LINKS)  # pairs, over all rounds
         self._went: dict[frozenset[PeerId], PeerId] = {}  # which of a pair at odds about a size, the last time
         self._left: PeerId | None = None  # which of two members alone went last, since the last commit
-        self._usual: deque[float] = deque(maxlen=_ROUNDS_KNOWN)
-        self._own: deque[dict[PeerId, float]] = deque(maxlen=_OWN_ROUNDS)  # the largest that was in range, by commit
 
     def judge(
         self,
@@ -113,31 +110,36 @@ class Witnesses:
             or self._judge_results(members, ballots)
         )
 
-    def committed(self, members: Sequence[PeerId], votes: Mapping[PeerId, Vote]) -> None:
-        """The round of these votes counts: so large were parts as the member in the middle saw them.
+    def committed(self) -> None:
+        """A round counts: whoever went last of two was not why none did."""
+        self._left = None
+
+    def usual(self, members: Sequence[PeerId], votes: Mapping[PeerId, Vote]) -> float:
+        """How large parts of a round were as the member in the middle saw them; 0 if nobody could compare.
 
         Who is alone says how large its own part is: without that a founder that had trained alone was left out as soon
         as the first newcomer, which warms up, had given to one round (tests/netns/test_behind_nats.py).
         Of two always the smaller, among parts as among members: the other may be the liar's (seeds 1006, 6348).
         """
-        self._left = None
-        self._own.append(self._in_range(members, votes))
         seen = [[size for size in votes[member].sizes if size > 0.0] for member in members]
         alone = len(members) == 1  # else a single size is nobody's middle
         middles = [statistics.median_low(sizes) for sizes in seen if len(sizes) > 1 or (sizes and alone)]
-        if middles:
-            self._usual.append(statistics.median_low(middles))
+        return statistics.median_low(middles) if middles else 0.0
 
-    def _in_range(self, members: Sequence[PeerId], votes: Mapping[PeerId, Vote]) -> dict[PeerId, float]:
+    def in_range(self, members: Sequence[PeerId], votes: Mapping[PeerId, Vote]) -> dict[PeerId, float]:
         """How large each member's numbers were in the others' eyes, unless they were too large beside those."""
         largest: dict[PeerId, float] = {}
         weights = [votes[member].weight for member in members]
         for member in members:
             sizes = votes[member].sizes
             for rank, factor in self._compared(sizes, weights):
-                if members[rank] != member and factor <= self._limit:
+                if members[rank] != member and factor <= self._limit_now:
                     largest[members[rank]] = max(sizes[rank], largest.get(members[rank], 0.0))
         return largest
+
+    @property
+    def _limit_now(self) -> float:
+        return self._limit * (1.0 if self._sizes.usual else _WHILE_UNKNOWN)
 
     # -------------------------------------------------------------------------------- what one vote says
 
@@ -272,12 +274,10 @@ class Witnesses:
         self, members: Sequence[PeerId], sizes: Sequence[float], weights: Sequence[float]
     ) -> list[tuple[int, float]]:
         """The ranks whose parts are out of range, as one member saw them, and by what factor they are larger."""
-        limit = self._limit * (1.0 if self._usual else _WHILE_UNKNOWN)
-        own = {member: max((known.get(member, 0.0) for known in self._own), default=0.0) for member in members}
         found = {
             rank: factor
             for rank, factor in self._compared(sizes, weights)
-            if factor > limit and sizes[rank] > _OWN_FACTOR * own[members[rank]]
+            if factor > self._limit_now and sizes[rank] > _OWN_FACTOR * self._sizes.own(members[rank])
         }
         # Numbers that cannot be counted need no others beside them, and no guard.
         return [*(found | {rank: HUGE for rank, size in enumerate(sizes) if size >= HUGE}).items()]
@@ -285,6 +285,7 @@ class Witnesses:
     def _compared(self, sizes: Sequence[float], weights: Sequence[float]) -> list[tuple[int, float]]:
         """How many times as large each part is as the others send, or as was usual; of those that can be compared."""
         known = [rank for rank, size in enumerate(sizes) if size > 0.0]
+        before = statistics.median(self._sizes.usual) if self._sizes.usual else 0.0
         found = []
         for rank in known:
             beside = [other for other in known if other != rank and weights[other] > 0.0]
@@ -292,8 +293,7 @@ class Witnesses:
             if others:
                 # Newcomers that warm up send far less than their work would say (found by chaos: an honest veteran
                 # among them was 16 times as large), so what was usual before counts as well.
-                usual = max(statistics.median(others), statistics.median(self._usual) if self._usual else 0.0)
-                found.append((rank, sizes[rank] / usual))
+                found.append((rank, sizes[rank] / max(statistics.median(others), before)))
         return found
 
     def _at_odds_with_two(self, points: Sequence[tuple[PeerId, PeerId]]) -> list[PeerId]:

@@ -61,8 +61,7 @@ LEFT, FORCED, KILLED = 20, 130, -signal.SIGKILL
 
 _ORDERLY = (0, LEFT, FORCED, KILLED)
 _LOG_LINE = re.compile(r"\d\d:\d\d:\d\d (DEBUG|INFO|WARNING|ERROR) +\w+(\.\w+)* \S+")
-_ACCUSATION = re.compile("has sent numbers|different (weights|sums) to|that their numbers are too large")
-"""Not that numbers "are said to be" too large: after a restart of the coordinator those may be a veteran's."""
+_ACCUSATION = re.compile("has sent numbers|different (weights|sums) to|(their|its) numbers are|sends too much")
 _TEXT = "Peers come and go, and the run goes on; a bridge is no wider than it must be. " * 200
 _CONFIG = """
 [model]

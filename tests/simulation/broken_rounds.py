@@ -3,7 +3,7 @@
 
 import dataclasses
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import msgspec
 
@@ -20,6 +20,7 @@ from isthmus.elastic.core.peer_fence import PeerFence
 from isthmus.elastic.core.records import CommittedPart
 from isthmus.elastic.core.run_state import RunState
 from isthmus.elastic.core.sessions import Session
+from isthmus.elastic.core.sizes import Sizes
 from tests.simulation.broken_runs import PatchedCoordinator
 
 
@@ -182,6 +183,43 @@ class BelievesOneVoice(CoordinatorMachine):
         super()._start(config, state)
         witnesses = self._closing._witnesses
         witnesses._at_odds_with_two = lambda points: [points[0][1]]  # type: ignore[method-assign]
+
+
+class MeasuresByOtherSizes(CoordinatorMachine):
+    """Its guard does not measure by what the journal says."""
+
+    def _start(self, config: CoordinatorConfig, state: RunState) -> None:
+        super()._start(config, state)
+        others, commit = self.other_sizes(), state.sizes.committed
+        self._closing._witnesses._sizes = others
+
+        def committed(in_range: Mapping[PeerId, float], usual: float) -> None:
+            commit(in_range, usual)
+            others.committed(in_range, usual)
+
+        state.sizes.committed = committed  # type: ignore[method-assign]
+
+    def other_sizes(self) -> Sizes:
+        raise NotImplementedError
+
+
+class ForgetsSizes(MeasuresByOtherSizes):
+    """Whoever starts again knows of no earlier numbers."""
+
+    def other_sizes(self) -> Sizes:
+        return Sizes()
+
+
+class NothingFirst(Sizes):
+    def committed(self, in_range: Mapping[PeerId, float], usual: float) -> None:
+        super().committed(in_range if self.usual else {}, usual)
+
+
+class JudgesTheFirstLikeTheRest(MeasuresByOtherSizes):
+    """What went through while nothing was usual is not its sender's own."""
+
+    def other_sizes(self) -> Sizes:
+        return NothingFirst(self.state.sizes.known())
 
 
 class ForgivesForEver(CoordinatorMachine):

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from math import inf
 from typing import TYPE_CHECKING
 
-from isthmus.collective.core.types import PeerRef, RoundKey, View
+from isthmus.collective.core.types import PeerId, PeerRef, RoundKey, View
 from isthmus.elastic.core.coordinator import CoordinatorMachine
 from isthmus.elastic.core.events import BecomeLearner, CoordinatorEffect, Finish, InstallStaged, MemberEvent, Persist
 from isthmus.elastic.core.messages import (
@@ -369,6 +369,10 @@ class Checkers:
         self._had[node.ref].add(made.held.digest)
         self._work.staged(node, key, made, result, flawed=flawed)
         self._lies.staged(node, key, sizes, sums)
+
+    def may_be_large(self, peer_id: PeerId) -> bool:
+        """See Lies."""
+        return self._lies.may_be_large(peer_id)
 
     def installed(self, node: "PeerNode", effect: InstallStaged, made: State, result: Result) -> None:
         demand(made.held == effect.held, "I1", f"{name(node.ref)} installs something else than what is committed")

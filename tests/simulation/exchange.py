@@ -87,6 +87,8 @@ class Exchange:
         self.sizes = [0.0] * view.world_size
         self._sums_seen = [0.0] * view.world_size
         self._size = payload.size
+        if view.world_size == 1 and weight:
+            self.sizes[rank] = payload.size  # whoever is alone measures itself
         self._is_told = bool(told)
         self._sums: dict[int, list[Share]] = defaultdict(lambda: [self.share])
         self._mass: dict[int, float] = defaultdict(float)  # of a chunk's parts: sizes by weights
@@ -271,8 +273,10 @@ class Exchange:
 
     @property
     def _looks_at_means(self) -> bool:
-        """Only where somebody is framed do the means of honest parts count; for all others' seeds nobody looks."""
-        return self.node.sim.options.lie == "framed" and all(route.is_star for route in self.machine.slices.routes)
+        """Only where somebody is framed, or warms up, do the means of honest parts count; else nobody looks."""
+        options = self.node.sim.options
+        has_several = options.lie == "framed" or options.warm_up_rounds > 0
+        return has_several and all(route.is_star for route in self.machine.slices.routes)
 
     def _frames(self, to: PeerRef) -> bool:
         """Whether this is the one member whose slice is to look false: the last of the others, who always has one."""

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from tests.simulation.peer import PeerNode
     from tests.simulation.simulator import Simulator
 
+_BELIEVED = 80
+"""So many commits long the numbers of a liar that was alone are usual, or its own."""
 TOO_LARGE = 100.0
 """Times the others' numbers, for the same work: who has done more may send more (seed 1006)."""
 
@@ -34,6 +36,9 @@ class Lies:
         self._told: int | None = None  # the epoch, while its members count with weights that they were told
         self._overruled: dict[PeerId, tuple[int, PeerRef]] = {}  # in a row, the last time as this start
         self._struck: dict[PeerId, PeerRef] = {}  # which start was wrong last
+        self._believed_until = 0
+        self._measured: set[PeerId] = set()  # members whose numbers the coordinator knows
+        self._is_usual_known = False
 
     def staged(self, node: "PeerNode", key: RoundKey, sizes: tuple[float, ...], sums: tuple[float, ...]) -> None:
         # Of a sum that is large by a member's part its root can tell whether that is noise: it has seen the part.
@@ -44,6 +49,10 @@ class Lies:
         self._disputes.clear()
         self._told = None
         self._failed.clear()
+
+    def may_be_large(self, peer_id: PeerId) -> bool:
+        """Whether who does not warm up stays beside others that do: of a stranger nobody knows that it is honest."""
+        return not self._is_usual_known or peer_id in self._measured
 
     def view_decided(self, record: ViewRecord) -> None:
         struck = {ref.peer_id for ref in record.struck}
@@ -85,6 +94,8 @@ class Lies:
         """The journal is lost, and with it who was wrong how often."""
         self._overruled.clear()
         self._struck.clear()
+        self._measured.clear()
+        self._is_usual_known = False
 
     def reported(self, sender: PeerRef, report: RoundFailed) -> None:
         self._failed[report.key].add(sender)
@@ -93,11 +104,15 @@ class Lies:
         self._told = None
         failed = self._failed.pop(record.key, set()) & {item.ref for item in record.contributions}
         demand(not failed, "I1", f"committed with {[name(ref) for ref in failed]}, which could not finish")
+        self._measured |= {item.ref.peer_id for item in record.contributions if item.size > 0.0}
+        self._is_usual_known |= record.usual_size > 0.0
+        self._believe(record)
         seen = self._sizes.pop(record.key, {})
         for ref, sizes in seen.items():
             own = view.rank_of(ref.peer_id)
             is_seen = view.holds(ref) and own is not None and len(sizes) == view.world_size
-            if is_seen and own is not None and record.contributions[own].weight > 0.0 and sizes[own] > 0.0:
+            is_judged = is_seen and record.outer_step > self._believed_until
+            if is_judged and own is not None and record.contributions[own].weight > 0.0 and sizes[own] > 0.0:
                 self._no_noise(own, sizes, [item.weight for item in record.contributions])
         for item in record.contributions:
             samples = count(payloads[item.ref].works[0][1])  # of one fragment, more than this step's
@@ -110,6 +125,12 @@ class Lies:
             self._overruled[peer_id] = (0, item.ref) if item.agreed else (overruled[0] + 1, item.ref)
             is_out = overruled[0] < MAX_STRIKES or overruled[1] != item.ref
             demand(is_out, "liars", f"{name(item.ref)} was overruled {MAX_STRIKES} times and votes again")
+
+    def _believe(self, record: CommitRecord) -> None:
+        """A state that a liar has made alone is its work, and what is usual is its word."""
+        first, *others = record.contributions
+        if not others and self._sim.is_liar(first.ref.peer_id):
+            self._believed_until = record.outer_step + _BELIEVED
 
     def _no_noise(self, own: int, sizes: Sequence[float], weights: Sequence[float]) -> None:
         """Nobody's part that this honest member added up is far larger than the others' in the middle (seed 41572)."""

@@ -63,6 +63,7 @@ from tests.simulation.broken_rounds import (
     CountsEveryPart,
     CountsVotesAfterFailures,
     CountsVotesOfAnyEpoch,
+    ForgetsSizes,
     ForgetsToSayGoodbye,
     ForgivesForEver,
     GoesOnWithNewcomers,
@@ -71,6 +72,7 @@ from tests.simulation.broken_rounds import (
     HasUnboundedGrace,
     HearsNoRoot,
     JudgesNobodyWithoutWork,
+    JudgesTheFirstLikeTheRest,
     NeedsOnlyOne,
     RecordsOtherWeights,
     ReturnsConsumedLeases,
@@ -199,6 +201,14 @@ MUTANTS: dict[str, Mutant] = {
     "one_voice_is_enough": Mutant(
         what="who is pointed at by a single member has lied",
         parts=Parts(coordinator=BelievesOneVoice),
+    ),
+    "sizes_forgotten": Mutant(
+        what="a coordinator that starts again does not know what members have sent before",
+        parts=Parts(coordinator=ForgetsSizes),
+    ),
+    "first_sizes_void": Mutant(
+        what="what a member has sent while nothing was usual is not its own",
+        parts=Parts(coordinator=JudgesTheFirstLikeTheRest),
     ),
     "deviants_for_ever": Mutant(
         what="who deviates in every round is never put out for good",

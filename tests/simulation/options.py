@@ -93,6 +93,9 @@ class Options:
     snapshot_s: tuple[float, float] = (0.5, 2.0)
     replay_s: float = 0.1
     samples_per_round: int = 4
+    warm_up_rounds: int = 0
+    """Over so many rounds the learning rate of who begins without its moments rises, and with it how large its numbers
+    are: from half of one part of so many to 1; 0: all numbers are 1."""
     has_odd_weights: bool = False
     """A payload's weight is a number of its method's, not that of its samples."""
     stall_floor_s: float = 3.0
@@ -202,6 +205,7 @@ class Options:
             ._with_tales(seed)
             ._with_frames(seed)
             ._with_method(seed)
+            ._with_warm_up(seed)
             ._and_rare(seed)
         )
 
@@ -368,3 +372,8 @@ class Options:
     def with_(self, **changes: object) -> "Options":
         """The same but for these."""
         return replace(self, **changes)  # type: ignore[arg-type]
+
+    def _with_warm_up(self, seed: int) -> "Options":
+        """In a third of all seeds members' numbers differ though all are honest; drawn apart."""
+        rng = random.Random(f"warm-up of {seed}")
+        return self.with_(warm_up_rounds=rng.choice((10, 20, 40))) if rng.random() < 0.35 else self

@@ -5,6 +5,7 @@ A `PeerNode` is a site; each start of its process has a fresh machine, and every
 crash. Effects are carried out in list order. While it is paused (SIGSTOP), whatever happens to it waits.
 """
 
+from random import Random
 from typing import TYPE_CHECKING, assert_never
 
 from isthmus.collective.core.fence import Fence
@@ -83,6 +84,7 @@ class PeerNode(Process):
         self.staged: tuple[RoundKey, State, Result, Met] | None = None
         self.voted: RoundKey | None = None
         self.exchange: Exchange | None = None
+        self.moments = sim.options.warm_up_rounds + 1  # rounds that its inner optimizer has behind it
 
     @property
     def is_up(self) -> bool:
@@ -117,6 +119,8 @@ class PeerNode(Process):
         self.staged = self.exchange = None
         self.gate = self.sim.parts.gate(self._on_frame)
         self.worker = self.sim.parts.worker(self)
+        if Random(f"moments of {self.peer_id} {self.incarnation}").random() < 0.5:
+            self.moments = 0  # they were not on its disk
         self.payload: Payload | None = None  # handed in
         self.progress = 0
         self.inner_steps = 0  # as it tells the coordinator: each of the course's is several of these

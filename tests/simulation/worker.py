@@ -67,6 +67,8 @@ class Worker:
         self._num_fresh = 0
         self._is_late = self._has_followed = False
         self._is_behind = step > 0
+        if not self.node.sim.checkers.may_be_large(self.node.peer_id):
+            self.node.moments = 0
         self.node.sim.checkers.began(self.node, self.course.base_step, step)
 
     def stop(self) -> None:
@@ -182,7 +184,7 @@ class Worker:
             outer_step=step - 1,
             weight=0.0,
             consumed=self.behind({round_.fragment for round_ in rounds}),
-            size=FAR_TOO_MUCH if sim.lie_of(self.node.peer_id) == "size" else 1.0,
+            size=FAR_TOO_MUCH if sim.lie_of(self.node.peer_id) == "size" else self._size(),
             works=tuple((round_.fragment, work) for round_, work in zip(rounds, works, strict=True)),
             base=base.held,
         )
@@ -193,6 +195,12 @@ class Worker:
         sim.marks["course: several rounds a step"] += len(rounds) > 1
         sim.checkers.emitted(self.node, payload, course.inner_step)
         course.emitted(step)
+
+    def _size(self) -> float:
+        """How large the numbers of what this peer has done are: the mean learning rate of a round while it warms up."""
+        node, rounds = self.node, self.node.sim.options.warm_up_rounds
+        node.moments += 1
+        return min(1.0, (node.moments - 0.5) / rounds) if rounds else 1.0
 
     def _land(self, course: Course, step: int, *, counted: bool) -> None:
         flight = self.flights.pop(step, None)

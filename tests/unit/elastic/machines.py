@@ -2,7 +2,7 @@
 """Driving the pure machines by hand: short names for what tests say again and again."""
 
 from collections.abc import Sequence
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 import msgspec
 
@@ -161,10 +161,10 @@ class CoordinatorDriver:
     def records(self, kind: type[T]) -> list[T]:
         return [record for record in self.journal if isinstance(record, kind)]
 
-    def recovered(self, after_s: float = 1.0) -> "CoordinatorDriver":
+    def recovered(self, after_s: float = 1.0) -> Self:
         """The same coordinator after a restart."""
         machine = CoordinatorMachine.recover(self.config, list(self.journal), self.now + after_s)
-        driver = CoordinatorDriver(machine, self.now + after_s)
+        driver = type(self)(machine, self.now + after_s)
         driver.config, driver.journal = self.config, list(self.journal)
         return driver
 

@@ -725,12 +725,46 @@ def test_noise_of_who_alone_gave_something_does_not_become_usual() -> None:
     assert driver.is_struck(3)
 
 
-def test_noise_that_went_through_while_nothing_was_known_does_not_become_usual() -> None:
+def test_noise_that_went_through_while_nothing_was_known_is_its_senders_own_for_five_rounds_and_never_usual() -> None:
     driver = members(1, 2)
     step = driver.step
-    for number in (1, 2):
+    for number in (1, 2) * 5:
         driver.votes(number, sizes={1: 1.0, 2: 90.0})
-    assert driver.step == step + 1, "before the first commit nobody knows what is large"
+    assert driver.step == step + 5, "before the first commit nobody knows what is large"
+    assert driver.member_numbers() == [1, 2]
     for number in (1, 2):
         driver.votes(number, sizes={1: 1.0, 2: 90.0})
     assert driver.member_numbers() == [1]
+
+
+def test_a_veteran_stays_if_nobody_knows_it_and_newcomers_warm_up_over_more_rounds_than_one() -> None:
+    """A run that is resumed from a checkpoint: the founder has its moments, the first newcomers have none."""
+    driver = members(1, 2, 3)
+    step = driver.step
+    for fresh in (0.03, 0.06, 0.09, 0.12, 0.15, 0.18, 0.21):
+        for number in (1, 2, 3):
+            driver.votes(number, sizes={1: 1.0, 2: fresh, 3: fresh})
+    assert driver.member_numbers() == [1, 2, 3]
+    assert driver.step == step + 7
+
+
+@pytest.mark.parametrize("is_compacted", [False, True])
+def test_a_coordinator_that_starts_again_knows_what_is_usual_and_what_each_member_has_sent(is_compacted: bool) -> None:
+    """Before, honest veterans were put out after a power cut: the first that warmed up was the measure of all."""
+    driver = members(1, 2, 3)
+    for _ in range(6):
+        driver.all_vote_but()
+    if is_compacted:
+        driver.journal[:] = [driver.machine.state.snapshot()]
+    again = driver.recovered()
+    for number in (1, 2, 3):
+        again.join(number, again.machine.state.committed, epoch=again.machine.state.epoch)
+    assert again.member_numbers() == [1, 2, 3]
+    step = again.step
+    for _ in range(8):
+        for number in (1, 2, 3):
+            again.votes(number, sizes={1: 1.0, 2: 0.005, 3: 0.005})
+    assert again.step == step + 8
+    for number in (1, 2, 3):
+        again.votes(number, sizes={1: 1.0, 2: 0.005, 3: 90.0})
+    assert again.is_struck(3), "the wide limit is for a run of which nothing is known"
