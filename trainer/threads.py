@@ -16,10 +16,10 @@ T = TypeVar("T")
 def spin_briefly() -> None:
     """Let threads of torch sleep soon while they wait for each other. torch hears of it only before it is loaded.
 
-    By itself libgomp spins for milliseconds, which others on the machine need: two peers on two cores made 420 to 920
-    tokens a second, with this 5,800, and 7,600 without any spin. A peer alone is 24 % slower without any spin (0.9 M
-    parameters; 5 % with 10 M) and 2 to 3 % with this, which is as long as libgomp spins where one process has more
-    threads than processors. Who has set one of the two variables is not contradicted.
+    By itself libgomp spins for milliseconds, which others on the machine need: two peers with two threads each on two
+    cores made 420 to 920 tokens a second, with this 5,800, and 7,600 without any spin. A peer alone is 24 % slower
+    without any spin (0.9 M parameters; 5 % with 10 M) and 2 to 3 % with this, which is as long as libgomp spins where
+    one process has more threads than processors. Who has set one of the two variables is not contradicted.
     """
     if os.environ.keys().isdisjoint(("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")):
         os.environ.update(OMP_WAIT_POLICY="PASSIVE", GOMP_SPINCOUNT="1000")  # the second one rules, in libgomp

@@ -145,3 +145,7 @@ def _kinds(text: str) -> list[str]:
     if unknown := set(kinds) - set(KINDS):
         raise argparse.ArgumentTypeError(f"no such fault: {', '.join(sorted(unknown))}; there are {', '.join(KINDS)}")
     return kinds
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -15,8 +15,9 @@
 
 The next commit is one that the fault could have hindered: a round for which every victim had voted before does not
 count. A measurement is alone if no other fault was being recovered from between its beginning and its end; what is
-asked of a class is asked of those. The others are shown as "together". A peer that is still frozen or cut off, but was
-put out of the view before, does not count: it is one peer fewer.
+asked of a class is asked of those. The others are shown as "together". Who is frozen or cut off may be missed by a
+later commit than the next one, until the fault is over. Once it is out of the view it does not count: it is one peer
+fewer.
 
 Rules: pure; from the evidence alone.
 """
@@ -93,7 +94,7 @@ def recoveries(evidence: Evidence) -> list[Recovery]:
         if math.isinf(until_s) and _is_cut_short(evidence, fault, what, from_s):
             continue  # what it would have done by itself is not known
         is_alone = not any(
-            begin_s <= until_s and end_s >= from_s
+            begin_s <= until_s and _hinders_until_s(evidence, other, end_s) >= from_s
             for other, _, other_from_s, end_s in measured
             # All that a coordinator's fault hinders begins with it; it is measured from its end.
             for begin_s in [other.at_s if COORDINATOR in other.victims or other.kind in OF_ALL else other_from_s]
@@ -182,6 +183,20 @@ def _next_new_step_s(evidence: Evidence, site: int | None, from_s: float) -> flo
         ),
         default=math.inf,
     )
+
+
+def _hinders_until_s(evidence: Evidence, fault: Fault, until_s: float) -> float:
+    """Its victims may have voted once more, and be missed later: until the fault is over, or a view does without them.
+
+    One that heard nobody was so: its vote of that moment was on its way, and the others missed the next one for 5 s.
+    """
+    if fault.over_s is None:
+        return until_s
+    logs = (log for log in evidence.logs if log.site in fault.victims)
+    victims = {event.get("peer") for log in logs for event in log.named("vote")}
+    views = (event for log in evidence.logs for event in log.named("view_decided"))
+    without_s = (wall_s(view) for view in views if wall_s(view) > fault.at_s and not victims & set(view["members"]))
+    return max(until_s, min(fault.over_s, *without_s, math.inf))
 
 
 def _decided(evidence: Evidence) -> Iterator[Event]:

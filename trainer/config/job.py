@@ -163,6 +163,8 @@ class WorkerJob(_Section, frozen=True, kw_only=True):
     device: Device
     num_threads: int
     """CPU threads of one worker."""
+    divides_processors: bool
+    """Whether it has fewer beside workers of other peers on this machine."""
     parent_pid: int
     """The daemon. When it is gone, so is the worker."""
     socket_path: str

@@ -170,7 +170,8 @@ class NodeSection(Section):
     ignore_memory: bool = False
     """Whether to begin even if memory or disk seem to be too small for the run."""
     threads: Annotated[int, Field(ge=0, le=4096)] = 0
-    """CPU threads of one worker; 0: as many as there are cores for it, within the quota of its container or unit."""
+    """CPU threads of one worker; 0: as many as there are cores for it, within the quota of its container or unit; fewer
+    while other peers are on this machine."""
     hang_timeout_s: Annotated[Seconds, Field(gt=0, le=86400)] = 60.0
     """A worker that gives no answer for so long, and for ten times as long as that took before, is replaced."""
     listen: Address = "*:0"

@@ -49,7 +49,8 @@ def worker_pool(
         shuffle_shards: of a prepared text, that are mixed at a time.
         num_workers: L, one for each device.
         device: where they compute.
-        num_threads: CPU threads of each; None: those of this process (`num_processors`), divided.
+        num_threads: CPU threads of each; None: those of this process (`num_processors`), divided, and beside workers of
+            other peers those of the machine (neighbours.py).
         log_dir: existing folder of the peer, for their output, `worker-0.log` and so on; appended to. Copies of shards
             are in it.
         hang_timeout_s: see `WorkerRequests`.
@@ -66,6 +67,8 @@ def worker_pool(
                 training=msgspec.structs.replace(training, micro_batch=micro_batch.size),
                 device=device,
                 num_threads=num_threads or max(1, num_processors() // num_workers),
+                # What is compiled is compiled for so many.
+                divides_processors=num_threads is None and not training.is_compiled,
                 parent_pid=os.getpid(),
                 socket_path=str(folder / "socket"),
                 store_path=str(folder / "store"),

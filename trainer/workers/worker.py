@@ -29,6 +29,7 @@ from isthmus.trainer.workers import ipc
 from isthmus.trainer.workers.channel import DaemonChannel, DaemonGone
 from isthmus.trainer.workers.devices import choose_device, peak_flops, require_compiler
 from isthmus.trainer.workers.inner_loop import InnerLoop
+from isthmus.trainer.workers.neighbours import Neighbours, SharedThreads
 from isthmus.trainer.workers.shared_buffer import SharedBuffer
 from isthmus.trainer.workers.step import PendingStep, StepResult
 from isthmus.trainer.workers.text import sides_of
@@ -69,8 +70,8 @@ def work(text: str, fds: Sequence[int]) -> NoReturn:
 
 def _run(job: WorkerJob, rank: int, size: int, channel: DaemonChannel, started: float) -> ExitCode:
     try:
-        torch.set_num_threads(job.num_threads)
-        with _site(job, rank, size) as mesh:
+        neighbours = Neighbours() if job.divides_processors else None
+        with SharedThreads(job.num_threads, neighbours) as threads, _site(job, rank, size) as mesh:
             train, validation = sides_of(job.text)
             inner_loop = InnerLoop(job.training, mesh=mesh, train=train, validation=validation)
             mailbox = SharedBuffer(job.mailbox_fd, inner_loop.numel)
@@ -91,7 +92,7 @@ def _run(job: WorkerJob, rank: int, size: int, channel: DaemonChannel, started: 
                     peak_flops=_peak_flops(job, mesh, inner_loop.precision),
                 )
             )
-            _Server(channel, inner_loop, mailbox).serve()
+            _Server(channel, inner_loop, mailbox, threads).serve()
             inner_loop.close()
     except IsthmusError as error:
         log.warning("worker_gives_up local_rank=%d exit_code=%d reason=%s", rank, error.exit_code, error)
@@ -109,8 +110,11 @@ class _Server:
     begun before that: then two of them are with the device, which never waits for the host.
     """
 
-    def __init__(self, channel: DaemonChannel, inner_loop: InnerLoop, mailbox: SharedBuffer) -> None:
+    def __init__(
+        self, channel: DaemonChannel, inner_loop: InnerLoop, mailbox: SharedBuffer, threads: SharedThreads
+    ) -> None:
         self._channel = channel
+        self._threads = threads
         self._inner_loop = inner_loop
         self._mailbox = mailbox
         self._begun: deque[tuple[ipc.Step, PendingStep]] = deque()
@@ -130,6 +134,7 @@ class _Server:
                     self._channel.send(self._answer(request))
 
     def _begin(self, request: ipc.Step) -> None:
+        self._threads.look()
         step = self._inner_loop.begin_step(request.indices, request.inner_step, request.position)
         self._begun.append((request, step))
         if isinstance(following := self._channel.look_ahead(), ipc.Step | ipc.Backward):

@@ -253,6 +253,21 @@ def test_faults_that_meet_are_not_held_against_their_class() -> None:
     assert {row.what for row in table(evidence)} == {"together"}
 
 
+def test_who_is_cut_off_and_was_missed_later_is_not_held_against_a_fault_that_came_meanwhile() -> None:
+    """One that heard nobody voted once more; a joiner's kill after that was said to have cost five seconds."""
+    evidence = sound()
+    evidence.faults = [_fault("cut", 20.2, over_s=BEGAN_S + 30.0), _fault("kill", 22.3, victim=2)]
+    cut, killed = (one for one in recoveries(evidence) if one.what in ("cut", "kill"))
+    assert cut.seconds < 1.0
+    assert not killed.is_alone
+    for log in evidence.logs:
+        log.events = [one | {"peer": f"peer-{log.site}"} for one in log.events]
+    coordinator = log_of(evidence, 0)
+    coordinator.events.append(event("view_decided", 21.5, epoch=2, members=["peer-1", "peer-2"]))
+    _, killed = (one for one in recoveries(evidence) if one.what in ("cut", "kill"))
+    assert killed.is_alone, "nobody waits for who is out of the view"
+
+
 def test_the_calm_round_is_measured_before_the_first_fault() -> None:
     assert calm_round_s(sound()) == pytest.approx(1.0)
 
