@@ -5,8 +5,8 @@ The guard (witnesses.py) measures by it. It follows from the commits in the jour
 measures as before. While a coordinator forgot it, the first member that warmed up after a power cut was the measure of
 all others, and honest members that did not warm up were put out.
 
-Rules: values only. What went through while nothing was usual yet had a wider limit. It counts as its sender's own for a
-few rounds only: by then members that warm up send more.
+Rules: values only. What went through while nothing was usual yet had a wider limit. It counts as its sender's own for
+fewer rounds: by then members that warm up send more.
 """
 
 from collections import deque
@@ -21,6 +21,8 @@ _ROUNDS_KNOWN = 5
 """So many rounds say what is usual."""
 _OWN_ROUNDS = 64
 """So many commits long a member's own earlier numbers count."""
+_FIRST_ROUNDS = 20
+"""So many after those that went through while nothing was usual. Newcomers warm up over 100 inner steps by default."""
 
 
 class KnownSizes(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -47,7 +49,7 @@ class Sizes:
 
     def own(self, peer_id: PeerId) -> float:
         """The largest that this member has sent and that was in range; 0 if nothing is known of it."""
-        kept = self._own if len(self.usual) == _ROUNDS_KNOWN else (*self._own, self._first)
+        kept = self._own if len(self._own) >= _FIRST_ROUNDS else (*self._own, self._first)
         return max((sizes.get(peer_id, 0.0) for sizes in kept), default=0.0)
 
     def committed(self, in_range: Mapping[PeerId, Size], usual: Size) -> None:

@@ -185,41 +185,24 @@ class BelievesOneVoice(CoordinatorMachine):
         witnesses._at_odds_with_two = lambda points: [points[0][1]]  # type: ignore[method-assign]
 
 
-class MeasuresByOtherSizes(CoordinatorMachine):
-    """Its guard does not measure by what the journal says."""
-
-    def _start(self, config: CoordinatorConfig, state: RunState) -> None:
-        super()._start(config, state)
-        others, commit = self.other_sizes(), state.sizes.committed
-        self._closing._witnesses._sizes = others
-
-        def committed(in_range: Mapping[PeerId, float], usual: float) -> None:
-            commit(in_range, usual)
-            others.committed(in_range, usual)
-
-        state.sizes.committed = committed  # type: ignore[method-assign]
-
-    def other_sizes(self) -> Sizes:
-        raise NotImplementedError
-
-
-class ForgetsSizes(MeasuresByOtherSizes):
-    """Whoever starts again knows of no earlier numbers."""
-
-    def other_sizes(self) -> Sizes:
-        return Sizes()
-
-
 class NothingFirst(Sizes):
     def committed(self, in_range: Mapping[PeerId, float], usual: float) -> None:
         super().committed(in_range if self.usual else {}, usual)
 
 
-class JudgesTheFirstLikeTheRest(MeasuresByOtherSizes):
-    """What went through while nothing was usual is not its sender's own."""
+class JudgesTheFirstLikeTheRest(CoordinatorMachine):
+    """Its guard does not know what has gone through while nothing was usual. The journal does."""
 
-    def other_sizes(self) -> Sizes:
-        return NothingFirst(self.state.sizes.known())
+    def _start(self, config: CoordinatorConfig, state: RunState) -> None:
+        super()._start(config, state)
+        guarded, commit = NothingFirst(state.sizes.known()), state.sizes.committed
+        self._closing._witnesses._sizes = guarded
+
+        def committed(in_range: Mapping[PeerId, float], usual: float) -> None:
+            commit(in_range, usual)
+            guarded.committed(in_range, usual)
+
+        state.sizes.committed = committed  # type: ignore[method-assign]
 
 
 class ForgivesForEver(CoordinatorMachine):

@@ -3,7 +3,7 @@
 
 import statistics
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from isthmus.collective.core.types import PeerId, PeerRef, RoundKey, View
@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 _BELIEVED = 80
 """So many commits long the numbers of a liar that was alone are usual, or its own."""
+_FRESH_ROUNDS = 4
+"""After so many rounds of its own a member's numbers are nine times as large as after its first."""
 TOO_LARGE = 100.0
 """Times the others' numbers, for the same work: who has done more may send more (seed 1006)."""
 
@@ -37,7 +39,8 @@ class Lies:
         self._overruled: dict[PeerId, tuple[int, PeerRef]] = {}  # in a row, the last time as this start
         self._struck: dict[PeerId, PeerRef] = {}  # which start was wrong last
         self._believed_until = 0
-        self._measured: set[PeerId] = set()  # members whose numbers the coordinator knows
+        self._members: Collection[PeerId] = ()
+        self._measured: dict[PeerId, float] = {}  # members whose numbers the coordinator knows
         self._is_usual_known = False
 
     def staged(self, node: "PeerNode", key: RoundKey, sizes: tuple[float, ...], sums: tuple[float, ...]) -> None:
@@ -50,9 +53,15 @@ class Lies:
         self._told = None
         self._failed.clear()
 
+    def _is_stranger(self, peer_id: PeerId) -> bool:
+        """Whose numbers have grown beyond what the others have seen of them: it may be put out beside newcomers."""
+        rounds, moments = self._sim.options.warm_up_rounds, self._sim.peers[peer_id].moments
+        size = min(1.0, moments / rounds) if rounds else 0.0
+        return moments > _FRESH_ROUNDS and size > 2.0 * self._measured.get(peer_id, 0.0)
+
     def may_be_large(self, peer_id: PeerId) -> bool:
         """Whether who does not warm up stays beside others that do: of a stranger nobody knows that it is honest."""
-        return not self._is_usual_known or peer_id in self._measured
+        return not self._is_usual_known or self._measured.get(peer_id, 0.0) > 0.0
 
     def view_decided(self, record: ViewRecord) -> None:
         struck = {ref.peer_id for ref in record.struck}
@@ -69,11 +78,17 @@ class Lies:
                 demand(len(others) < 2, "liars", f"{peer} is at odds with {sorted(others)}, and stays")
         self._epoch = record.view.epoch
         self._struck |= {ref.peer_id: ref for ref in record.struck}
+        has_strangers, self._members = (
+            any(map(self._is_stranger, self._members)),
+            [item.peer_id for item in record.view.members],
+        )
+        is_of_sizes = "numbers" in record.cause
         for ref in record.struck:
-            demand(self._sim.is_liar(ref.peer_id), "liars", f"{name(ref)} is called a liar: {record.cause}")
+            is_just = self._sim.is_liar(ref.peer_id) or (is_of_sizes and has_strangers)
+            demand(is_just, "liars", f"{name(ref)} is called a liar: {record.cause}")
             demand(not record.view.holds(ref), "liars", f"{name(ref)} is called a liar and stays")
         if "are said to be" in record.cause:
-            found = any(self._sim.is_liar(word) for word in record.cause.split())
+            found = any(self._sim.is_liar(word) for word in record.cause.split()) or has_strangers
             found |= self._sim.options.lie == "framed"  # one word against another: out for a while, without a strike
             demand(found, "liars", f"an honest part is left out: {record.cause}")
 
@@ -104,7 +119,8 @@ class Lies:
         self._told = None
         failed = self._failed.pop(record.key, set()) & {item.ref for item in record.contributions}
         demand(not failed, "I1", f"committed with {[name(ref) for ref in failed]}, which could not finish")
-        self._measured |= {item.ref.peer_id for item in record.contributions if item.size > 0.0}
+        for item in record.contributions:
+            self._measured[item.ref.peer_id] = max(item.size, self._measured.get(item.ref.peer_id, 0.0))
         self._is_usual_known |= record.usual_size > 0.0
         self._believe(record)
         seen = self._sizes.pop(record.key, {})

@@ -63,7 +63,6 @@ from tests.simulation.broken_rounds import (
     CountsEveryPart,
     CountsVotesAfterFailures,
     CountsVotesOfAnyEpoch,
-    ForgetsSizes,
     ForgetsToSayGoodbye,
     ForgivesForEver,
     GoesOnWithNewcomers,
@@ -201,10 +200,6 @@ MUTANTS: dict[str, Mutant] = {
     "one_voice_is_enough": Mutant(
         what="who is pointed at by a single member has lied",
         parts=Parts(coordinator=BelievesOneVoice),
-    ),
-    "sizes_forgotten": Mutant(
-        what="a coordinator that starts again does not know what members have sent before",
-        parts=Parts(coordinator=ForgetsSizes),
     ),
     "first_sizes_void": Mutant(
         what="what a member has sent while nothing was usual is not its own",
