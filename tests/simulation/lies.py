@@ -40,6 +40,7 @@ class Lies:
         self._struck: dict[PeerId, PeerRef] = {}  # which start was wrong last
         self._believed_until = 0
         self._members: Collection[PeerId] = ()
+        self._has_erred = False  # this coordinator takes an honest member to be at odds with another (seed 21472)
         self._measured: dict[PeerId, float] = {}  # members whose numbers the coordinator knows
         self._is_usual_known = False
 
@@ -50,6 +51,7 @@ class Lies:
 
     def coordinator_started(self) -> None:
         self._disputes.clear()
+        self._has_erred = False
         self._told = None
         self._failed.clear()
 
@@ -82,13 +84,13 @@ class Lies:
             any(map(self._is_stranger, self._members)),
             [item.peer_id for item in record.view.members],
         )
-        is_of_sizes = "numbers" in record.cause
+        self._has_erred |= has_strangers and "numbers" in record.cause
         for ref in record.struck:
-            is_just = self._sim.is_liar(ref.peer_id) or (is_of_sizes and has_strangers)
+            is_just = self._sim.is_liar(ref.peer_id) or self._has_erred
             demand(is_just, "liars", f"{name(ref)} is called a liar: {record.cause}")
             demand(not record.view.holds(ref), "liars", f"{name(ref)} is called a liar and stays")
         if "are said to be" in record.cause:
-            found = any(self._sim.is_liar(word) for word in record.cause.split()) or has_strangers
+            found = any(self._sim.is_liar(word) for word in record.cause.split()) or self._has_erred
             found |= self._sim.options.lie == "framed"  # one word against another: out for a while, without a strike
             demand(found, "liars", f"an honest part is left out: {record.cause}")
 
