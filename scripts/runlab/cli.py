@@ -3,7 +3,7 @@
 
     scripts/lab up --peers 3 --wan us-eu-asia [flags of isthmus up]    until the run is over; Ctrl-C: all leave
     scripts/lab status                     from another terminal: each peer
-    scripts/lab kill 1                     SIGKILL; `start 1` starts it again
+    scripts/lab kill 0 1 2                 SIGKILL, here to all; `start 0 1 2` starts them again, in their folders
     scripts/lab freeze 1 --seconds 5       as a suspended machine; `thaw 1` ends it
     scripts/lab cut 1 --seconds 10         it reaches and hears nobody; `heal 1` ends it
     scripts/lab leave 1                    it hands in its work and goes
@@ -48,7 +48,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if arguments.what == "up":
             return _up(arguments, flags)
         folder = arguments.folder or _newest()
-        print(orders.send(folder, arguments.what, arguments.number, arguments.seconds))
+        for number in arguments.numbers:
+            print(orders.send(folder, arguments.what, number, arguments.seconds))
     except (OrderError, ScenarioError) as error:
         print(f"lab: {error}", file=sys.stderr)
         return 2
@@ -68,9 +69,9 @@ def _parser() -> argparse.ArgumentParser:
     up.add_argument("--wan", metavar="PLACES|FILE", help="us-eu-asia, or a scenario as JSON; none: one loopback")
     for name in (*ORDERS, "add", "status", "down"):
         command = commands.add_parser(name, help=f"see scripts/lab --help: {name}")
-        command.set_defaults(number=None, seconds=None)
+        command.set_defaults(numbers=[None], seconds=None)
         if name in ORDERS:
-            command.add_argument("number", type=int, metavar="PEER", help="0 is the founder")
+            command.add_argument("numbers", type=int, nargs="+", metavar="PEER", help="0 is the founder; or several")
         if name in ("freeze", "cut"):
             command.add_argument("--seconds", type=float, help="it ends by itself (default: it does not)")
     for command in commands.choices.values():
@@ -88,10 +89,8 @@ def _up(arguments: argparse.Namespace, flags: list[str]) -> int:
     if not {"-c", "--config"} & set(flags):
         flags = ["-c", str(CONFIG), *flags]
     folder = arguments.folder or _free()
-    try:
-        folder.mkdir(parents=True)
-    except FileExistsError as error:
-        raise OrderError(f"{folder} is there already: give another --folder, or remove it") from error
+    if folder.exists():
+        raise OrderError(f"{folder} is there already: give another --folder, or remove it")
     _say(f"{arguments.peers} peers in {folder}: isthmus up {' '.join(flags)}")
     if network is None:
         return asyncio.run(_run(folder, arguments.peers, flags, None, ()))
@@ -102,6 +101,7 @@ def _up(arguments: argparse.Namespace, flags: list[str]) -> int:
 
 
 async def _run(folder: Path, num_peers: int, flags: list[str], wan: Wan | None, places: Sequence[str]) -> int:
+    _make(folder)
     lab = Lab(folder, num_peers=num_peers, flags=flags, wan=wan, places=places, say=_say)
     loop = asyncio.get_running_loop()
     times = count()
@@ -148,6 +148,13 @@ def _labs() -> Iterator[Path]:
     yield Path("runs/lab")
     for number in count(2):
         yield Path(f"runs/lab-{number}")
+
+
+def _make(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True)
+    except OSError as error:
+        raise OrderError(f"{folder} cannot be made ({error.strerror}): give another --folder") from error
 
 
 def _free() -> Path:

@@ -63,12 +63,19 @@ class Lab:
 
     async def run(self) -> int:
         """Until all peers have ended, or `end`; returns 1 if one ended with an error that nobody has ordered."""
+        try:
+            return await self._run()
+        finally:
+            for site in self.sites:
+                site.kill()
+
+    async def _run(self) -> int:
         self._new_site().start()
         await self._wait_for_ticket()
-        for _ in range(1, self._num_peers):
+        for _ in range(1, 1 if self._is_over.is_set() else self._num_peers):
             self._new_site().start()
         shown_at = time.monotonic()
-        while any(site.is_running for site in self.sites) and not self._is_over.is_set():
+        while self._has_peers() and not self._is_over.is_set():
             self._tell_news()
             if time.monotonic() - shown_at >= SHOW_S:
                 shown_at = time.monotonic()
@@ -76,6 +83,10 @@ class Lab:
             await asyncio.sleep(LOOK_S)
         self._tell_news()
         return await self._close()
+
+    def _has_peers(self) -> bool:
+        """Whether some run, or all were killed by an order and may be started again."""
+        return any(site.is_running for site in self.sites) or all(site.was_killed for site in self.sites)
 
     def end(self) -> None:
         """All leave; the second time all are killed."""
@@ -87,7 +98,7 @@ class Lab:
     async def _wait_for_ticket(self) -> None:
         deadline = time.monotonic() + TICKET_S
         founder = self.sites[0]
-        while not self._ticket.exists():
+        while not self._ticket.exists() and not self._is_over.is_set():
             if not founder.is_running or time.monotonic() > deadline:
                 founder.kill()
                 assert founder.process is not None

@@ -34,6 +34,7 @@ class Site:
     command: Callable[[], Sequence[str]]
     environment: Mapping[str, str]
     process: Process | None = None
+    was_killed: bool = False
     is_frozen: bool = False
     is_cut: bool = False
     is_member: bool = False
@@ -71,13 +72,13 @@ class Site:
     def start(self) -> None:
         """Its command, in its folder."""
         self.process = Process.start(self.number, self.command(), self.folder, self.console, self.environment)
-        self.is_frozen = self.is_member = self._told_end = False
+        self.was_killed = self.is_frozen = self.is_member = self._told_end = False
 
     def kill(self) -> None:
         """SIGKILL."""
-        if self.process is not None:
+        if self.process is not None and self.is_running:
             self.process.kill()
-        self._told_end = True
+        self.was_killed = self._told_end = True
 
     def signal(self, what: signal.Signals, *, and_workers: bool = False) -> None:
         """To its process."""

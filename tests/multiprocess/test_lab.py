@@ -29,6 +29,10 @@ def test_peers_are_killed_started_frozen_and_added_by_orders_and_the_audit_of_th
         lab.until("it goes on", lambda: "peer 1 goes on" in lab.told())
         assert lab.order("add").startswith("peer 2")
         lab.until("a third member", lambda: all_are_members(lab, 2))
+        lab.order("kill", "0", "1", "2")
+        step = lab.step()
+        lab.order("start", "0", "1", "2")
+        lab.until("the run goes on", lambda: lab.step() > step)
         lab.order("down")
         assert lab.popen.wait(TIMEOUT_S) == 0, lab.told()
     folders = [str(lab.folder / str(number)) for number in range(3)]
@@ -44,6 +48,13 @@ def test_a_founder_that_does_not_come_up_says_why_and_ends_the_lab(tmp_path: Pat
     assert done.returncode == 2
     assert "the founder did not come up" in done.stderr
     assert "no-such-flag" in done.stderr
+
+
+def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
+    command = [*LAB, "up", "--folder", "/proc/lab"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+    assert "/proc/lab cannot be made" in done.stderr
 
 
 def test_a_folder_that_is_there_is_left_alone(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A snapshot is worth all records before it: whoever begins with it goes on exactly as who has read everything."""
 
+from collections import deque
 from collections.abc import Mapping
 from typing import Any
 
@@ -12,6 +13,7 @@ from isthmus.elastic.core.doors import Doors
 from isthmus.elastic.core.leases import LeaseLedger
 from isthmus.elastic.core.records import Record
 from isthmus.elastic.core.run_state import RunState
+from isthmus.elastic.core.sizes import Sizes
 from isthmus.elastic.core.work import Strikes, WorkBook
 from isthmus.elastic.journal.store import pack
 from tests.simulation.simulator import Simulator
@@ -22,10 +24,12 @@ DECODER = msgspec.msgpack.Decoder(Record)
 
 def contents(value: Any) -> Any:
     """Everything that a state holds, in its order, whatever fields it gets one day."""
-    if isinstance(value, RunState | LeaseLedger | WorkBook | Strikes | Doors):
+    if isinstance(value, RunState | LeaseLedger | WorkBook | Strikes | Sizes | Doors):
         return {name: contents(item) for name, item in vars(value).items()}
     if isinstance(value, Mapping):
         return [(key, contents(item)) for key, item in value.items()]
+    if isinstance(value, deque):
+        return [contents(item) for item in value]
     return value
 
 
