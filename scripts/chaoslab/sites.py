@@ -14,6 +14,7 @@ from scripts.chaoslab.hand import Hand
 from scripts.chaoslab.process import ENVIRONMENT, Process, children, send
 
 _END_LIMIT_S = 10.0
+_END_BESIDE_OTHERS_LIMIT_S = 30.0
 _Path = tuple[int | str, int | str]
 
 
@@ -124,5 +125,9 @@ class Sites(Hand):
     async def _end_or_go_on(self, process: Process) -> None:
         """A coordinator has its disk again: either it could do without, or it has said its last word."""
         world, freed_s, before = self._world, now_s(), self._world.outer_step
-        await world.until(lambda: process.has_ended or world.outer_step >= before + 2, _END_LIMIT_S + 2.0)
-        world.note("end of a coordinator without a disk, or the next commit", COORDINATOR, freed_s, _END_LIMIT_S)
+        # Whoever does not vote, or hangs, is awaited for longer than that.
+        limit_s = (
+            _END_BESIDE_OTHERS_LIMIT_S if any(world.ailing.values()) or world.held - {COORDINATOR} else _END_LIMIT_S
+        )
+        await world.until(lambda: process.has_ended or world.outer_step >= before + 2, limit_s + 2.0)
+        world.note("end of a coordinator without a disk, or the next commit", COORDINATOR, freed_s, limit_s)

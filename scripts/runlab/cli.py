@@ -12,18 +12,18 @@
 
 --wan takes places (us, eu, asia, home), one for each peer in turn, or a scenario of scripts/wan as a file. It needs
 root. The peers' folders are in runs/lab: `isthmus top --dir runs/lab/0` shows one. Exit codes: 0 done; 1 a peer has
-failed; 2 usage; 3 this machine lacks something; 130 interrupted twice.
+failed; 2 usage; 3 this machine lacks something; 130 interrupted twice. Paths are from the checkout's folder.
 """
 
 import argparse
 import asyncio
-import contextlib
 import os
+import shutil
 import signal
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from itertools import count
+from itertools import combinations_with_replacement, count
 from pathlib import Path
 
 from scripts.runlab import orders
@@ -34,6 +34,7 @@ from scripts.wanlink.wan import Wan, WanError
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIG = ROOT / "configs" / "tiny.toml"
+_OURS = ("--dir", "--listen", "--ticket-file")
 _SPARE = 2
 """Peers that `add` can start in an emulated network, beside those of the beginning."""
 
@@ -73,10 +74,19 @@ def _parser() -> argparse.ArgumentParser:
         if name in ORDERS:
             command.add_argument("numbers", type=int, nargs="+", metavar="PEER", help="0 is the founder; or several")
         if name in ("freeze", "cut"):
-            command.add_argument("--seconds", type=float, help="it ends by itself (default: it does not)")
+            command.add_argument("--seconds", type=_seconds, help="it ends by itself (default: it does not)")
     for command in commands.choices.values():
-        command.add_argument("--folder", type=Path, help="of the lab (default: runs/lab, the newest one)")
+        command.add_argument(
+            "--folder", type=Path, help="of the lab (default: the one that runs; of up: runs/lab, or the next free one)"
+        )
     return parser
+
+
+def _seconds(text: str) -> float:
+    seconds = float(text)
+    if not 0.0 < seconds <= 1e6:
+        raise argparse.ArgumentTypeError(f"{text}: give more than 0")
+    return seconds
 
 
 # ------------------------------------------------------------------------------------------------------------ up
@@ -86,6 +96,9 @@ def _up(arguments: argparse.Namespace, flags: list[str]) -> int:
     if not 1 <= arguments.peers <= PEERS_MAX:
         raise OrderError(f"--peers {arguments.peers}: give 1 to {PEERS_MAX}")
     network = None if arguments.wan is None else _network(arguments.wan, arguments.peers)
+    for flag in flags:
+        if flag.partition("=")[0] in _OURS:
+            raise OrderError(f"{flag}: the lab gives each peer its own; leave it out")
     if not {"-c", "--config"} & set(flags):
         flags = ["-c", str(CONFIG), *flags]
     folder = arguments.folder or _free()
@@ -104,39 +117,40 @@ async def _run(folder: Path, num_peers: int, flags: list[str], wan: Wan | None, 
     _make(folder)
     lab = Lab(folder, num_peers=num_peers, flags=flags, wan=wan, places=places, say=_say)
     loop = asyncio.get_running_loop()
-    times = count()
-
-    def interrupted() -> None:
-        _say("all leave; interrupt again to kill them" if next(times) == 0 else "all are killed")
-        lab.end()
-
-    for what in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(what, interrupted)
+    for what in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        loop.add_signal_handler(what, lambda: _say(lab.end()))
     async with orders.served(folder, lab.order):
-        code = await lab.run()
+        try:
+            code = await lab.run()
+        except OrderError:
+            if not (folder / "ticket").exists():  # nothing has begun
+                shutil.rmtree(folder)
+            raise
     _say(lab.line())
-    _say(f"what they did says: isthmus audit {folder}/[0-9]*")
-    return 130 if next(times) > 1 else code
+    _say(f"`isthmus audit {folder}/[0-9]*` proves what they did; `isthmus up --resume {folder}/0` goes on from there")
+    return 130 if lab.was_forced else code
 
 
 def _network(name: str, num_peers: int) -> Network:
     if os.geteuid() != 0:
         raise WanError("--wan needs root, for network namespaces; without it all peers share one loopback")
-    if not name.endswith(".json"):
+    if not (Path(name).is_file() or "/" in name or name.endswith(".json")):
         return network_of(name, min(PEERS_MAX, max(2, num_peers + _SPARE)))
     try:
         scenario = read(Path(name).read_text())
     except OSError as error:
         raise ScenarioError(f"--wan {name}: {error.strerror}; give a file, or places as in us-eu-asia") from error
+    except ScenarioError as error:
+        raise ScenarioError(f"--wan {name}: {error}") from error
     if scenario.peers < num_peers:
-        raise ScenarioError(f"--wan {name} has {scenario.peers} peers, and --peers is {num_peers}")
+        raise ScenarioError(f"--wan {name} has {scenario.peers} peers: give --peers {scenario.peers}, or fewer")
     return Network(scenario, ("",) * scenario.peers)
 
 
 def _say_network(network: Network, num_peers: int) -> None:
-    places = sorted({place for place in network.places[:num_peers] if place})
-    pairs = [(one, other) for at, one in enumerate(places) for other in places[at + 1 :]]
-    if pairs:
+    places = list(dict.fromkeys(place for place in network.places[:num_peers] if place))
+    pairs = list(combinations_with_replacement(places, 2))
+    if places:
         trips = ", ".join(f"{one} and {other} {round_trip_ms(one, other):.0f} ms" for one, other in pairs)
         _say(f"there and back: {trips}")
 
@@ -162,19 +176,21 @@ def _free() -> Path:
 
 
 def _newest() -> Path:
-    found = []
-    for folder in _labs():
-        if not folder.exists():
-            break
-        with contextlib.suppress(OSError):
-            found.append(((folder / orders.NAME).stat().st_mtime, folder))
+    """The lab that runs; one is enough."""
+    found = [path.parent for path in Path("runs").glob(f"lab*/{orders.NAME}") if orders.is_served(path)]
+    if len(found) > 1:
+        raise OrderError(f"several labs run: name one by --folder, of {', '.join(map(str, sorted(found)))}")
     if not found:
         raise OrderError("no lab runs here; `scripts/lab up` begins one")
-    return max(found)[1]
+    return found[0]
 
 
 def _say(line: str) -> None:
-    print(f"{time.strftime('%H:%M:%S')} {line}", flush=True)
+    try:
+        print(f"{time.strftime('%H:%M:%S')} {line}", flush=True)
+    except OSError:  # nobody reads that any more
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - until the process ends
+        signal.raise_signal(signal.SIGTERM)
 
 
 if __name__ == "__main__":

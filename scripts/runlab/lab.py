@@ -6,13 +6,13 @@ Rules: one event loop; an order is done at once, and what ends it later is a tas
 
 import asyncio
 import os
-import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from isthmus.trainer.control_groups import num_processors
+from scripts.chaoslab.process import KILLED, LEFT
 from scripts.runlab.sites import Site
 from scripts.wanlink.wan import Wan
 
@@ -22,6 +22,7 @@ SHOW_S = 5.0
 TICKET_S = 120.0
 LEAVE_S = 60.0
 _PORT = 7000
+_IN_ORDER = (0, LEFT, KILLED)
 ORDERS = ("kill", "start", "freeze", "thaw", "cut", "heal", "leave")
 """What can be done to one peer; the first of a pair may be over by itself after some seconds."""
 
@@ -55,8 +56,9 @@ class Lab:
         self.folder, self._flags, self._wan, self._places, self._say = folder, flags, wan, places, say
         self._num_peers = num_peers
         self.sites: list[Site] = []
-        self._undoing: set[asyncio.Task[None]] = set()
+        self._ending: dict[tuple[str, int], asyncio.Task[None]] = {}  # what ends a cut or a freeze later
         self._is_over = asyncio.Event()
+        self.was_forced = False
         self._began = time.monotonic()
 
     # -------------------------------------------------------------------------------- from start to end
@@ -88,39 +90,42 @@ class Lab:
         """Whether some run, or all were killed by an order and may be started again."""
         return any(site.is_running for site in self.sites) or all(site.was_killed for site in self.sites)
 
-    def end(self) -> None:
-        """All leave; the second time all are killed."""
+    def end(self) -> str:
+        """All leave; the second time all are killed. Returns which, for people."""
         if self._is_over.is_set():
+            self.was_forced = True
             for site in self.sites:
                 site.kill()
+            return "all are killed"
         self._is_over.set()
+        return "all leave; once more to kill them"
 
     async def _wait_for_ticket(self) -> None:
         deadline = time.monotonic() + TICKET_S
         founder = self.sites[0]
         while not self._ticket.exists() and not self._is_over.is_set():
             if not founder.is_running or time.monotonic() > deadline:
-                founder.kill()
                 assert founder.process is not None
-                raise OrderError(f"the founder did not come up:\n{founder.process.words()}")
+                words = founder.process.words() or "it has said nothing"
+                raise OrderError(f"the founder has ended with {founder.process.popen.poll()}:\n{words}")
             await asyncio.sleep(LOOK_S)
 
     async def _close(self) -> int:
-        for task in self._undoing:
-            task.cancel()
-        await asyncio.gather(*self._undoing, return_exceptions=True)
+        for what, number in list(self._ending):
+            self._forget_end(what, self.sites[number])
+        has_failed = any(site.code not in _IN_ORDER for site in self.sites if not site.is_running)
         running = [site for site in self.sites if site.is_running]
         for site in reversed(running):  # the founder last: it coordinates until the others have left
             site.thaw()
-            site.signal(signal.SIGINT)
+            if not site.is_leaving:  # a second interrupt would stop it at once
+                site.leave()
         await self._until_gone(running)
         for site in running:
             if site.is_running:
                 self._say(f"{site.name} has not left within {LEAVE_S:g} s, and is killed")
                 site.kill()
         self._tell_news()
-        codes = [site.process.popen.returncode for site in self.sites if site.process is not None]
-        return int(any(code not in (0, 20, -signal.SIGKILL) for code in codes))
+        return int(has_failed)
 
     async def _until_gone(self, sites: Sequence[Site]) -> None:
         deadline = time.monotonic() + LEAVE_S
@@ -170,11 +175,17 @@ class Lab:
         if what == "status":
             return self.table()
         if what == "down":
-            self.end()
-            return "all leave"
-        if what == "add":
-            return self._add()
-        site = self._site(number)
+            said = self.end()
+        elif what == "add":
+            said = self._add()
+        else:
+            said = self._order(what, self._site(number), seconds)
+        self._say(said)
+        return said
+
+    def _order(self, what: str, site: Site, seconds: float | None) -> str:
+        if what not in ORDERS:
+            raise OrderError(f"no such order: {what}")
         if what != "start" and not site.is_running:
             raise OrderError(f"{site.name} does not run; `start {site.number}` starts it")
         return getattr(self, f"_{what}")(site, seconds)  # type: ignore[no-any-return]
@@ -186,12 +197,15 @@ class Lab:
 
     def _add(self) -> str:
         if self._places and len(self.sites) >= len(self._places):
-            raise OrderError(f"the emulated network has room for {len(self._places)} peers, and they are there")
+            raise OrderError(
+                f"the emulated network has room for {len(self._places)} peers, which are there: begin with more --peers"
+            )
         site = self._new_site()
         site.start()
         return f"{site.name} joins"
 
     def _kill(self, site: Site, _: float | None) -> str:
+        self._forget_end("freeze", site)
         site.kill()
         return f"{site.name} is killed; `start {site.number}` starts it again"
 
@@ -202,53 +216,62 @@ class Lab:
         return f"{site.name} is started again, in its own folder"
 
     def _leave(self, site: Site, _: float | None) -> str:
-        site.signal(signal.SIGINT)
+        if site.is_frozen or site.is_leaving:
+            raise OrderError(
+                f"{site.name} is frozen; `thaw {site.number}` first"
+                if site.is_frozen
+                else f"{site.name} is leaving already; `kill {site.number}` ends it at once"
+            )
+        site.leave()
         return f"{site.name} is asked to leave"
 
     def _freeze(self, site: Site, seconds: float | None) -> str:
         site.freeze()
-        return f"{site.name} is frozen" + self._undo(seconds, site.thaw, f"{site.name} goes on", f"thaw {site.number}")
+        return f"{site.name} is frozen{self._until(seconds, 'freeze', site, 'thaw')}"
 
     def _thaw(self, site: Site, _: float | None) -> str:
+        if not site.is_frozen:
+            raise OrderError(f"{site.name} is not frozen")
+        self._forget_end("freeze", site)
         site.thaw()
         return f"{site.name} goes on"
 
     def _cut(self, site: Site, seconds: float | None) -> str:
-        self._join_or_cut(site, is_cut=True)
-        undo = self._undo(
-            seconds,
-            lambda: self._join_or_cut(site, is_cut=False),
-            f"{site.name} has its network again",
-            f"heal {site.number}",
-        )
-        return f"{site.name} is cut off from all others{undo}"
+        self._emulated.cut(site.number, "*", both=True)
+        site.is_cut = True
+        return f"{site.name} is cut off from all others{self._until(seconds, 'cut', site, 'heal')}"
 
     def _heal(self, site: Site, _: float | None) -> str:
-        self._join_or_cut(site, is_cut=False)
+        if not site.is_cut:
+            raise OrderError(f"{site.name} is not cut off")
+        self._forget_end("cut", site)
+        self._emulated.heal(site.number, "*", both=True)
+        site.is_cut = False
         return f"{site.name} has its network again"
 
-    def _join_or_cut(self, site: Site, *, is_cut: bool) -> None:
+    @property
+    def _emulated(self) -> Wan:
         if self._wan is None:
             raise OrderError("there is no network to cut: begin the lab with --wan, as root")
-        if is_cut:
-            self._wan.cut(site.number, "*", both=True)
-        else:
-            self._wan.heal(site.number, "*", both=True)
-        site.is_cut = is_cut
+        return self._wan
 
-    def _undo(self, seconds: float | None, undo: Callable[[], None], words: str, command: str) -> str:
+    def _until(self, seconds: float | None, what: str, site: Site, end: str) -> str:
+        """For so long it is so, unless another order comes; None: until it is ended."""
+        self._forget_end(what, site)
         if seconds is None:
-            return f"; `{command}` ends that"
+            return f"; `{end} {site.number}` ends that"
 
         async def later() -> None:
             await asyncio.sleep(seconds)
-            undo()
-            self._say(words)
+            self._say(self._order(end, site, None))
 
-        task = asyncio.ensure_future(later())
-        self._undoing.add(task)
-        task.add_done_callback(self._undoing.discard)
+        self._ending[what, site.number] = asyncio.ensure_future(later())
         return f" for {seconds:g} s"
+
+    def _forget_end(self, what: str, site: Site) -> None:
+        task = self._ending.pop((what, site.number), None)
+        if task is not None and task is not asyncio.current_task():
+            task.cancel()
 
     # -------------------------------------------------------------------------------- what is shown
 

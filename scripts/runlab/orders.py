@@ -40,6 +40,18 @@ async def served(folder: Path, obey: Callable[[str, int | None, float | None], s
         path.unlink(missing_ok=True)
 
 
+def is_served(path: Path) -> bool:
+    """Whether somebody takes orders at this socket; also if not from us."""
+    try:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
+            connection.connect(str(path))
+    except PermissionError:
+        return True
+    except OSError:
+        return False
+    return True
+
+
 def send(folder: Path, what: str, number: int | None, seconds: float | None) -> str:
     """Give an order; returns what has been done.
 
@@ -53,6 +65,8 @@ def send(folder: Path, what: str, number: int | None, seconds: float | None) -> 
             connection.sendall(json.dumps({"what": what, "number": number, "seconds": seconds}).encode() + b"\n")
             with connection.makefile() as lines:
                 answer = json.loads(lines.readline(_LINE_NBYTES))
+    except PermissionError as error:
+        raise OrderError(f"the lab in {folder} is another user's; sudo gives it orders") from error
     except (OSError, ValueError) as error:
         raise OrderError(f"no lab runs in {folder} ({error}); `scripts/lab up` begins one") from error
     if not answer["is_done"]:

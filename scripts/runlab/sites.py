@@ -13,6 +13,8 @@ from typing import Any
 
 from scripts.chaoslab.process import Process, children, send
 
+_ENDS = {0: "the run is complete", 20: "left", 130: "stopped at once", -2: "stopped at once", -9: "killed"}
+
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Site:
@@ -35,6 +37,7 @@ class Site:
     environment: Mapping[str, str]
     process: Process | None = None
     was_killed: bool = False
+    is_leaving: bool = False
     is_frozen: bool = False
     is_cut: bool = False
     is_member: bool = False
@@ -65,14 +68,29 @@ class Site:
         if self.process is None:
             return "not started"
         if not self.is_running:
-            return f"ended with {self.process.popen.returncode}"
-        states = (("frozen", self.is_frozen), ("cut off", self.is_cut), ("member", self.is_member))
-        return next((word for word, holds in states if holds), "not a member yet")
+            return f"ended: {self.end}"
+        states = (
+            ("frozen", self.is_frozen),
+            ("cut off", self.is_cut),
+            ("leaving", self.is_leaving),
+            ("member", self.is_member),
+        )
+        return next((word for word, holds in states if holds), "not a member")
+
+    @property
+    def code(self) -> int | None:
+        """How it has ended; None if it has not."""
+        return None if self.process is None else self.process.popen.poll()
+
+    @property
+    def end(self) -> str:
+        """The same in words."""
+        return _ENDS.get(self.code or 0, f"exit code {self.code}, see {self.console}")
 
     def start(self) -> None:
         """Its command, in its folder."""
         self.process = Process.start(self.number, self.command(), self.folder, self.console, self.environment)
-        self.was_killed = self.is_frozen = self.is_member = self._told_end = False
+        self.was_killed = self.is_leaving = self.is_frozen = self.is_member = self._told_end = False
 
     def kill(self) -> None:
         """SIGKILL."""
@@ -85,6 +103,11 @@ class Site:
         if self.process is not None and self.is_running:
             pid = self.process.popen.pid
             send([pid, *(children(pid) if and_workers else [])], what)
+
+    def leave(self) -> None:
+        """Ask it to hand in its work and go."""
+        self.is_leaving = True
+        self.signal(signal.SIGINT)
 
     def freeze(self) -> None:
         """It and its workers stand still, as in a machine that is suspended."""
@@ -103,7 +126,7 @@ class Site:
         found = [line for event in self._events() if (line := self._take(event))]
         if self.process is not None and not self.is_running and not self._told_end:
             self._told_end, self.is_member = True, False
-            found.append(f"{self.name} has ended with exit code {self.process.popen.returncode}")
+            found.append(f"{self.name} has ended: {self.end}")
         return found
 
     def _events(self) -> list[dict[str, Any]]:
