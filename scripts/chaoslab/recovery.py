@@ -196,7 +196,7 @@ def _hinders_until_s(evidence: Evidence, fault: Fault, until_s: float) -> float:
     victims = {event.get("peer") for log in logs for event in log.named("vote")}
     views = (event for log in evidence.logs for event in log.named("view_decided"))
     without_s = (wall_s(view) for view in views if wall_s(view) > fault.at_s and not victims & set(view["members"]))
-    return max(until_s, min(fault.over_s, *without_s, math.inf))
+    return max(until_s, min((fault.over_s, *without_s)))
 
 
 def _decided(evidence: Evidence) -> Iterator[Event]:

@@ -48,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if arguments.what == "up":
             return _up(arguments, flags)
-        folder = arguments.folder or _newest()
+        folder = arguments.folder or _running()
         for number in arguments.numbers:
             print(orders.send(folder, arguments.what, number, arguments.seconds))
     except (OrderError, ScenarioError) as error:
@@ -175,7 +175,7 @@ def _free() -> Path:
     return next(folder for folder in _labs() if not folder.exists())
 
 
-def _newest() -> Path:
+def _running() -> Path:
     """The lab that runs; one is enough."""
     found = [path.parent for path in Path("runs").glob(f"lab*/{orders.NAME}") if orders.is_served(path)]
     if len(found) > 1:

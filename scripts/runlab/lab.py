@@ -24,7 +24,7 @@ LEAVE_S = 60.0
 _PORT = 7000
 _IN_ORDER = (0, LEFT, KILLED)
 ORDERS = ("kill", "start", "freeze", "thaw", "cut", "heal", "leave")
-"""What can be done to one peer; the first of a pair may be over by itself after some seconds."""
+"""What can be done to one peer. A freeze and a cut may be over by themselves after some seconds."""
 
 
 class OrderError(Exception):
@@ -139,17 +139,13 @@ class Lab:
     def _ticket(self) -> Path:
         return self.folder / "ticket"
 
-    def console(self, number: int) -> Path:
-        """What this peer has printed, in all its starts."""
-        return self.folder / f"console-{number}.txt"
-
     def _new_site(self) -> Site:
         number = len(self.sites)
         site = Site(
             number=number,
             place=self._places[number] if self._places else "",
             folder=self.folder / str(number),
-            console=self.console(number),
+            console=self.folder / f"console-{number}.txt",
             command=lambda: self._command(number),
             environment=dict(os.environ),
         )
@@ -188,7 +184,18 @@ class Lab:
             raise OrderError(f"no such order: {what}")
         if what != "start" and not site.is_running:
             raise OrderError(f"{site.name} does not run; `start {site.number}` starts it")
-        return getattr(self, f"_{what}")(site, seconds)  # type: ignore[no-any-return]
+        if what == "freeze":
+            return self._freeze(site, seconds)
+        if what == "cut":
+            return self._cut(site, seconds)
+        at_once = {
+            "kill": self._kill,
+            "start": self._start,
+            "thaw": self._thaw,
+            "heal": self._heal,
+            "leave": self._leave,
+        }
+        return at_once[what](site)
 
     def _site(self, number: int | None) -> Site:
         if number is None or not 0 <= number < len(self.sites):
@@ -204,32 +211,30 @@ class Lab:
         site.start()
         return f"{site.name} joins"
 
-    def _kill(self, site: Site, _: float | None) -> str:
+    def _kill(self, site: Site) -> str:
         self._forget_end("freeze", site)
         site.kill()
         return f"{site.name} is killed; `start {site.number}` starts it again"
 
-    def _start(self, site: Site, _: float | None) -> str:
+    def _start(self, site: Site) -> str:
         if site.is_running:
             raise OrderError(f"{site.name} runs already")
         site.start()
         return f"{site.name} is started again, in its own folder"
 
-    def _leave(self, site: Site, _: float | None) -> str:
-        if site.is_frozen or site.is_leaving:
-            raise OrderError(
-                f"{site.name} is frozen; `thaw {site.number}` first"
-                if site.is_frozen
-                else f"{site.name} is leaving already; `kill {site.number}` ends it at once"
-            )
+    def _leave(self, site: Site) -> str:
+        if site.is_frozen:
+            raise OrderError(f"{site.name} is frozen; `thaw {site.number}` first")
+        if site.is_leaving:
+            raise OrderError(f"{site.name} is leaving already; `kill {site.number}` ends it at once")
         site.leave()
         return f"{site.name} is asked to leave"
 
     def _freeze(self, site: Site, seconds: float | None) -> str:
         site.freeze()
-        return f"{site.name} is frozen{self._until(seconds, 'freeze', site, 'thaw')}"
+        return f"{site.name} is frozen{self._lasting(seconds, 'freeze', site, 'thaw')}"
 
-    def _thaw(self, site: Site, _: float | None) -> str:
+    def _thaw(self, site: Site) -> str:
         if not site.is_frozen:
             raise OrderError(f"{site.name} is not frozen")
         self._forget_end("freeze", site)
@@ -239,9 +244,9 @@ class Lab:
     def _cut(self, site: Site, seconds: float | None) -> str:
         self._emulated.cut(site.number, "*", both=True)
         site.is_cut = True
-        return f"{site.name} is cut off from all others{self._until(seconds, 'cut', site, 'heal')}"
+        return f"{site.name} is cut off from all others{self._lasting(seconds, 'cut', site, 'heal')}"
 
-    def _heal(self, site: Site, _: float | None) -> str:
+    def _heal(self, site: Site) -> str:
         if not site.is_cut:
             raise OrderError(f"{site.name} is not cut off")
         self._forget_end("cut", site)
@@ -255,7 +260,7 @@ class Lab:
             raise OrderError("there is no network to cut: begin the lab with --wan, as root")
         return self._wan
 
-    def _until(self, seconds: float | None, what: str, site: Site, end: str) -> str:
+    def _lasting(self, seconds: float | None, what: str, site: Site, end: str) -> str:
         """For so long it is so, unless another order comes; None: until it is ended."""
         self._forget_end(what, site)
         if seconds is None:

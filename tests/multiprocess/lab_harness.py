@@ -2,7 +2,6 @@
 """`scripts/lab` as a process, for tests. Not a test."""
 
 import re
-import signal
 import subprocess
 import sys
 import time
@@ -63,11 +62,9 @@ def running(tmp_path: Path, *flags: str) -> Iterator[Lab]:
         lab.until("orders are taken", (folder / "orders").exists)
         yield lab
     finally:
-        for _ in range(2):  # all leave, and who has not is killed
-            if popen.poll() is None:
-                popen.send_signal(signal.SIGINT)
-                time.sleep(0.5)
-        popen.wait(TIMEOUT_S)
+        if popen.poll() is None:  # a test has failed
+            popen.terminate()
+            popen.wait(TIMEOUT_S)
 
 
 def all_are_members(lab: Lab, *numbers: int) -> bool:

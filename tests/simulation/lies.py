@@ -57,9 +57,8 @@ class Lies:
 
     def _is_stranger(self, peer_id: PeerId) -> bool:
         """Whose numbers have grown beyond what the others have seen of them: it may be put out beside newcomers."""
-        rounds, moments = self._sim.options.warm_up_rounds, self._sim.peers[peer_id].moments
-        size = min(1.0, moments / rounds) if rounds else 0.0
-        return moments > _FRESH_ROUNDS and size > 2.0 * self._measured.get(peer_id, 0.0)
+        peer, warms_up = self._sim.peers[peer_id], self._sim.options.warm_up_rounds > 0
+        return warms_up and peer.moments > _FRESH_ROUNDS and peer.size > 2.0 * self._measured.get(peer_id, 0.0)
 
     def may_be_large(self, peer_id: PeerId) -> bool:
         """Whether who does not warm up stays beside others that do: of a stranger nobody knows that it is honest."""
@@ -80,10 +79,8 @@ class Lies:
                 demand(len(others) < 2, "liars", f"{peer} is at odds with {sorted(others)}, and stays")
         self._epoch = record.view.epoch
         self._struck |= {ref.peer_id: ref for ref in record.struck}
-        has_strangers, self._members = (
-            any(map(self._is_stranger, self._members)),
-            [item.peer_id for item in record.view.members],
-        )
+        has_strangers = any(map(self._is_stranger, self._members))
+        self._members = [item.peer_id for item in record.view.members]
         self._has_erred |= has_strangers and "numbers" in record.cause
         for ref in record.struck:
             is_just = self._sim.is_liar(ref.peer_id) or self._has_erred

@@ -87,6 +87,12 @@ class PeerNode(Process):
         self.moments = sim.options.warm_up_rounds + 1  # rounds that its inner optimizer has behind it
 
     @property
+    def size(self) -> float:
+        """How large the numbers of its newest round are: the mean learning rate of that round, while it warms up."""
+        rounds = self.sim.options.warm_up_rounds
+        return min(1.0, (self.moments - 0.5) / rounds) if rounds else 1.0
+
+    @property
     def is_up(self) -> bool:
         """Its process exists and its part is not over."""
         return self.alive and self.exit is None

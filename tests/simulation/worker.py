@@ -178,13 +178,14 @@ class Worker:
         rounds = rounds_of(sim.plan, step)
         works = tuple(self.tally.give(round_.fragment) for round_ in rounds)
         self._serial += 1
+        self.node.moments += 1
         payload = Payload(
             ref=self.node.ref,
             serial=self._serial,
             outer_step=step - 1,
             weight=0.0,
             consumed=self.behind({round_.fragment for round_ in rounds}),
-            size=FAR_TOO_MUCH if sim.lie_of(self.node.peer_id) == "size" else self._size(),
+            size=FAR_TOO_MUCH if sim.lie_of(self.node.peer_id) == "size" else self.node.size,
             works=tuple((round_.fragment, work) for round_, work in zip(rounds, works, strict=True)),
             base=base.held,
         )
@@ -195,12 +196,6 @@ class Worker:
         sim.marks["course: several rounds a step"] += len(rounds) > 1
         sim.checkers.emitted(self.node, payload, course.inner_step)
         course.emitted(step)
-
-    def _size(self) -> float:
-        """How large the numbers of what this peer has done are: the mean learning rate of a round while it warms up."""
-        node, rounds = self.node, self.node.sim.options.warm_up_rounds
-        node.moments += 1
-        return min(1.0, (node.moments - 0.5) / rounds) if rounds else 1.0
 
     def _land(self, course: Course, step: int, *, counted: bool) -> None:
         flight = self.flights.pop(step, None)
