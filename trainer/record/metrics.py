@@ -28,6 +28,11 @@ def _of_step(name: str) -> Callable[[Figures], float | None]:
     return lambda now: None if now.step is None else getattr(now.step, name)
 
 
+def _of_exchange(name: str) -> Callable[[Figures], float | None]:
+    """A figure of the newest exchange."""
+    return lambda now: None if now.exchange is None else getattr(now.exchange, name)
+
+
 _GAUGES: dict[str, tuple[str, Callable[[Figures], float | None]]] = {
     "outer_step": ("Committed exchanges.", lambda now: now.outer_step),
     "train_loss": ("Mean loss of the last outer step, in nats a token.", lambda now: now.round_loss),
@@ -43,6 +48,8 @@ _GAUGES: dict[str, tuple[str, Callable[[Figures], float | None]]] = {
     "step_clip_seconds": ("Of it, the gradient's norm and scaling.", _of_step("clip_seconds")),
     "step_update_seconds": ("Of it, the inner optimizer.", _of_step("update_seconds")),
     "step_tokens_per_second": ("Tokens of it by its seconds.", _of_step("tokens_per_s")),
+    "last_exchange_seconds": ("The newest all-reduce.", _of_exchange("seconds")),
+    "last_exchange_predicted_seconds": ("What the cost model had expected for it.", _of_exchange("predicted_s")),
     "mfu_ratio": ("Share of the devices' peak that it reached.", _of_step("mfu")),
     "is_member": ("1 as a member, 0 while learning or alone.", lambda now: now.is_member),
 }

@@ -15,6 +15,7 @@ import msgspec
 import pytest
 from msgspec.structs import replace
 
+from isthmus.trainer.record.board import grafana_board
 from isthmus.trainer.record.figures import BLANK
 from isthmus.trainer.record.metrics import Metrics
 from isthmus.trainer.record.metrics_server import MetricsServer
@@ -67,6 +68,11 @@ def test_it_tells_what_status_and_peers_print_as_json(server: MetricsServer, sho
     shown.status, shown.peers = at_step(10), ()
     assert json.loads(ask(server, "/status.json")[1])["outer_step"] == 10
     assert json.loads(ask(server, "/peers.json")[1]) == []
+
+
+def test_it_has_a_board_for_grafana(server: MetricsServer) -> None:
+    status, content = ask(server, "/grafana.json")
+    assert (status, json.loads(content)) == (200, grafana_board())
 
 
 def test_no_file_but_its_own_can_be_asked_for_and_nothing_can_be_sent(server: MetricsServer) -> None:

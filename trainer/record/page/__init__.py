@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the metrics port answers: a live page of the peer for a browser, the same as JSON, and numbers for Prometheus.
 
-    /            the page, with page.css and page.js: no other file, nothing from another host
-    /status.json what `isthmus status --json` prints
-    /peers.json  what `isthmus peers --json` prints
-    /metrics     for Prometheus
+    /              the page, with page.css and page.js: no other file, nothing from another host
+    /status.json   what `isthmus status --json` prints
+    /peers.json    what `isthmus peers --json` prints
+    /metrics       for Prometheus
+    /grafana.json  a Grafana board of these numbers (board.py)
 
 Rules: it reads only, and has no secrets. Everything but the numbers is for whoever asks by an address, or as localhost:
 a web page elsewhere whose name leads to this machine (DNS rebinding) reads nothing. Must not know how a request came.
@@ -18,6 +19,7 @@ from typing import TYPE_CHECKING
 import msgspec
 from prometheus_client.exposition import make_wsgi_app
 
+from isthmus.trainer.record.board import grafana_board
 from isthmus.trainer.record.metrics import Metrics
 from isthmus.trainer.record.status import PeerStatus, Status
 
@@ -60,7 +62,9 @@ def make_application(metrics: Metrics, look: Look) -> "WSGIApplication":
             return "200 OK", _JSON, msgspec.json.encode(look()[0])
         if path == "/peers.json":
             return "200 OK", _JSON, msgspec.json.encode(look()[1])
-        return "404 Not Found", _TEXT, b"here are /, /status.json, /peers.json and /metrics\n"
+        if path == "/grafana.json":
+            return "200 OK", _JSON, msgspec.json.encode(grafana_board())
+        return "404 Not Found", _TEXT, b"here are /, /status.json, /peers.json, /metrics and /grafana.json\n"
 
     def application(environ: "WSGIEnvironment", start_response: "StartResponse") -> Iterable[bytes]:
         path, host = environ.get("PATH_INFO", ""), environ.get("HTTP_HOST", "")
