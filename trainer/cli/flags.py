@@ -95,9 +95,7 @@ Rebuild = Annotated[
 ]
 RebuildWithFew = Annotated[
     bool,
-    typer.Option(
-        "--rebuild-with-few", help="The same with fewer than half of the last members: nobody else will come."
-    ),
+    typer.Option("--rebuild-with-few", help="The same with half of the last members or fewer: nobody else will come."),
 ]
 
 # --------------------------------------------------------------------------------------------- the configuration's keys

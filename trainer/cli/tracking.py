@@ -28,7 +28,9 @@ class To(StrEnum):
 
 def track(
     directory: Annotated[Path | None, typer.Option("--dir", help="A peer's folder.", show_default=False)] = None,
-    to: Annotated[To, typer.Option("--to", help="The tracker; its library is installed by itself.")] = To.TENSORBOARD,
+    to: Annotated[
+        To, typer.Option("--to", help="The tracker; its library is an extra: isthmus[wandb] and so on.")
+    ] = To.TENSORBOARD,
     project: Annotated[str, typer.Option("--project", help="Where wandb or trackio shows it.")] = "isthmus",
     out: Annotated[
         Path | None, typer.Option("--out", help="Folder for TensorBoard; DIR/tensorboard.", show_default=False)
