@@ -60,15 +60,14 @@ class _Panel:
 
 
 def _of_run(metric: str, *, per_second: bool = False) -> str:
-    """This number of the run's peers, or how fast it grows."""
+    """This number of the run's peers, or how fast it grows, in parentheses."""
     selected = f"rate({metric}[$__rate_interval])" if per_second else metric
     return f"({selected} * {_OF_RUN})"
 
 
-def _times(counter: str) -> Query:
-    """How often it happened to all peers together, in the time that a point of the graph stands for."""
-    happened = f"increase(isthmus_{counter}_total[$__rate_interval]) * {_OF_RUN}"
-    return f"sum({happened})", counter.replace("_", " ")
+def _happened(counter: str) -> str:
+    """How often it happened to each peer in the time that a point of the graph stands for, in parentheses."""
+    return f"(increase(isthmus_{counter}_total[$__rate_interval]) * {_OF_RUN})"
 
 
 def _quantiles(histogram: str, name: str) -> list[Query]:
@@ -76,73 +75,47 @@ def _quantiles(histogram: str, name: str) -> list[Query]:
     return [(f"histogram_quantile({share}, {buckets})", f"{name}, {words}") for words, share in _QUANTILES]
 
 
+def _stat(title: str, about: str, expression: str, *, unit: str = "short", decimals: int | None = None) -> _Panel:
+    """One number."""
+    return _Panel(title=title, about=about, queries=[(expression, "")], unit=unit, decimals=decimals, kind="stat")
+
+
+def _by_peer(title: str, about: str, metric: str, *, per_second: bool = False, unit: str = "short") -> _Panel:
+    """A line for each peer."""
+    return _Panel(title=title, about=about, queries=[(_of_run(metric, per_second=per_second), _BY_PEER)], unit=unit)
+
+
+_NEWEST_LOSS = (
+    f"avg({_of_run('isthmus_validation_loss')} and on (job, instance) topk(1, {_of_run('isthmus_validation_tokens')}))"
+)
 _NOW = (
-    _Panel(
-        title="Outer step",
-        about="Committed exchanges.",
-        queries=[(f"max{_of_run('isthmus_outer_step')}", "")],
-        unit="none",
-        kind="stat",
-    ),
-    _Panel(
-        title="Members",
-        about="Of the newest view.",
-        queries=[(f"max{_of_run('isthmus_world_size')}", "")],
-        unit="none",
-        kind="stat",
-    ),
-    _Panel(
-        title="Training loss",
-        about="Mean of the peers, of their last outer step, in nats a token.",
-        queries=[(f"avg{_of_run('isthmus_train_loss')}", "")],
-        kind="stat",
+    _stat("Outer step", "Committed exchanges.", f"max{_of_run('isthmus_outer_step')}", unit="none"),
+    _stat("Members", "Of the newest view.", f"max{_of_run('isthmus_world_size')}", unit="none"),
+    _stat(
+        "Training loss",
+        "Mean of the peers, of their last outer step, in nats a token.",
+        f"avg{_of_run('isthmus_train_loss')}",
         decimals=4,
     ),
-    _Panel(
-        title="Held-out loss",
-        about="The newest one, in nats a token. Members measure it by turns.",
-        queries=[
-            (
-                f"avg({_of_run('isthmus_validation_loss')} and on (job, instance)"
-                f" topk(1, {_of_run('isthmus_validation_tokens')}))",
-                "",
-            )
-        ],
-        kind="stat",
-        decimals=4,
-    ),
-    _Panel(
-        title="Tokens a second",
-        about="Of all peers together.",
-        queries=[(f"sum{_of_run('isthmus_tokens_total', per_second=True)}", "")],
-        kind="stat",
-    ),
-    _Panel(
-        title="Goodput",
-        about="Share of the time since each peer's start that it spent in inner steps, mean of the peers.",
-        queries=[(f"avg{_of_run('isthmus_goodput_ratio')}", "")],
+    _stat("Held-out loss", "The newest one, in nats a token. Members measure it by turns.", _NEWEST_LOSS, decimals=4),
+    _stat("Tokens a second", "Of all peers together.", f"sum{_of_run('isthmus_tokens_total', per_second=True)}"),
+    _stat(
+        "Goodput",
+        "Share of the time since each peer's start that it spent in inner steps, mean of the peers.",
+        f"avg{_of_run('isthmus_goodput_ratio')}",
         unit="percentunit",
-        kind="stat",
     ),
 )
 _LEARNING = (
-    _Panel(
-        title="Training loss by peer",
-        about="Mean of each peer's last outer step, in nats a token.",
-        queries=[(_of_run("isthmus_train_loss"), _BY_PEER)],
-    ),
-    _Panel(
-        title="Held-out loss",
-        about="Of the anchor, which is the same on all peers, in nats a token; by the peer that measured it.",
-        queries=[(_of_run("isthmus_validation_loss"), _BY_PEER)],
+    _by_peer("Training loss by peer", "Mean of each peer's last outer step, in nats a token.", "isthmus_train_loss"),
+    _by_peer(
+        "Held-out loss by peer",
+        "Of the anchor, which is the same on all peers, in nats a token; by the peer that measured it.",
+        "isthmus_validation_loss",
     ),
 )
-_TIME = (
-    _Panel(
-        title="Tokens a second by peer",
-        about="That each peer has trained on.",
-        queries=[(_of_run("isthmus_tokens_total", per_second=True), _BY_PEER)],
-    ),
+_INNER_STEPS = (
+    _by_peer("Tokens a second by peer", "That each has trained on.", "isthmus_tokens_total", per_second=True),
     _Panel(
         title="Parts of an inner step",
         about="Mean of the peers. Waiting for text; forward and backward; the gradient's norm; the inner optimizer.",
@@ -153,6 +126,8 @@ _TIME = (
         unit="s",
         is_stacked=True,
     ),
+)
+_OUTER_STEPS = (
     _Panel(
         title="Outer steps",
         about="Of all peers: from handing a payload in to its commit, and for how long the workers stood still for it.",
@@ -161,8 +136,8 @@ _TIME = (
     ),
     _Panel(
         title="Exchanges against their plan",
-        about="How long each peer's newest all-reduce took, and how long the cost model had expected. Far above: a line"
-        " is slower than it was measured.",
+        about="How long each peer's newest all-reduce took, and how long the cost model had expected. If it took much"
+        " longer, a line is slower than it was measured.",
         queries=[
             (_of_run("isthmus_last_exchange_seconds"), f"{_BY_PEER} took"),
             (_of_run("isthmus_last_exchange_predicted_seconds"), f"{_BY_PEER} expected"),
@@ -171,18 +146,17 @@ _TIME = (
     ),
 )
 _NETWORK = (
-    _Panel(
-        title="Sent",
-        about="By each peer to others.",
-        queries=[(_of_run("isthmus_sent_bytes_total", per_second=True), _BY_PEER)],
-        unit="Bps",
-    ),
-    _Panel(
-        title="Received",
-        about="By each peer from others.",
-        queries=[(_of_run("isthmus_received_bytes_total", per_second=True), _BY_PEER)],
-        unit="Bps",
-    ),
+    _by_peer("Sent", "By each peer to others.", "isthmus_sent_bytes_total", per_second=True, unit="Bps"),
+    _by_peer("Received", "By each peer from others.", "isthmus_received_bytes_total", per_second=True, unit="Bps"),
+)
+_COUNTED = (
+    "aborts",
+    "evictions",
+    "lies",
+    "worker_deaths",
+    "worker_hangs",
+    "checkpoint_failures",
+    "events_lost",
 )
 _FAULTS = (
     _Panel(
@@ -190,31 +164,15 @@ _FAULTS = (
         about="How often, in the time that a point stands for: rounds tried again, peers put out of a view, members"
         " overruled, workers that died or hung, checkpoints that could not be written, lines that the log had no room"
         " for.",
-        queries=[
-            _times(counter)
-            for counter in (
-                "aborts",
-                "evictions",
-                "lies",
-                "worker_deaths",
-                "worker_hangs",
-                "checkpoint_failures",
-                "events_lost",
-            )
-        ],
+        queries=[(f"sum{_happened(counter)}", counter.replace("_", " ")) for counter in _COUNTED],
     ),
     _Panel(
         title="Connections that were not let in",
         about="By reason, of all peers together.",
-        queries=[
-            (
-                f"sum by (reason) (increase(isthmus_refused_connections_total[$__rate_interval]) * {_OF_RUN})",
-                "{{reason}}",
-            )
-        ],
+        queries=[(f"sum by (reason) {_happened('refused_connections')}", "{{reason}}")],
     ),
 )
-_ROWS: Final = ((_NOW, 4), (_LEARNING, 9), (_TIME[:2], 9), (_TIME[2:], 9), (_NETWORK, 8), (_FAULTS, 8))
+_ROWS: Final = ((_NOW, 4), (_LEARNING, 9), (_INNER_STEPS, 9), (_OUTER_STEPS, 9), (_NETWORK, 8), (_FAULTS, 8))
 """Panels side by side, and how high they are."""
 
 
