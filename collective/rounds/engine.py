@@ -213,6 +213,9 @@ class Engine:
             if key.epoch == self.fence.epoch:
                 # Others may hold its chunks back until the next view: what they were lent is free for no other round.
                 self._num_spent += _spends_credit(round_) and not round_.has_told
+        if round_.error is None:
+            for other in self._beside(key):
+                other.machine.is_under_way = True  # who has come to one round of an outer step comes to all
         ended = abort_payload_of(round_.error, round_.members[round_.rank].peer_id)
         self._closed_keys[key] = (round_.rank, ended)
         if len(self._closed_keys) > _CLOSED_KEYS_KEPT:
@@ -249,6 +252,8 @@ class Engine:
             self._deliver(bundle, frame)
         else:
             is_new = self._stash_of(bundle.peer).put(frame)
+            for round_ in self._beside(header.key):
+                round_.machine.is_under_way |= round_.comes_first  # there it has ended
             if header.type in CHUNKS:
                 bundle.moving.came(header.payload_nbytes, is_needed=is_new)
 
@@ -298,6 +303,14 @@ class Engine:
         )
         bundle.notices.append(Notice(pack(header, payload), payload))
         bundle.wake()
+
+    def _beside(self, key: RoundKey) -> list[RunningRound]:
+        """Other rounds of its outer step."""
+        return [
+            round_
+            for other, round_ in self.rounds.items()
+            if (other.epoch, other.outer_step) == (key.epoch, key.outer_step) and other != key
+        ]
 
     def _rounds_with(self, bundle: Bundle) -> list[tuple[RunningRound, int]]:
         found = [(round_, round_.rank_of(bundle)) for round_ in self.rounds.values() if not round_.is_done]

@@ -40,13 +40,17 @@ class AbortNotice(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     cause: str
     suspects: Annotated[tuple[PeerId, ...], Meta(max_length=_MAX_SUSPECTS)]
     mismatch: Mismatch | None = None
+    is_overdue: bool = False
+    """The round takes too long, and the sender can name nobody: whoever waits for a third one is to say so."""
 
 
-def abort_payload(cause: str, suspects: Sequence[PeerId], mismatch: Mismatch | None = None) -> bytes:
+def abort_payload(
+    cause: str, suspects: Sequence[PeerId], mismatch: Mismatch | None = None, *, is_overdue: bool = False
+) -> bytes:
     """Payload of ABORT. Of hundreds of suspects it names as many as fit in its frame, or it would break the link."""
     named = tuple(suspects)
     while True:
-        payload = msgspec.msgpack.encode(AbortNotice(cause[:_MAX_TEXT], named, mismatch))
+        payload = msgspec.msgpack.encode(AbortNotice(cause[:_MAX_TEXT], named, mismatch, is_overdue))
         if len(payload) <= NOTICE_NBYTES or not named:
             return payload
         named = named[: len(named) // 2]

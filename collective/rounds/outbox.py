@@ -101,7 +101,11 @@ class Outbox:
 
     def holds_for(self, rank: int) -> bool:
         """Whether chunks for this member are not the kernel's yet."""
-        return bool(self._unsent[rank])
+        return self.num_unsent_to(rank) > 0
+
+    def num_unsent_to(self, rank: int) -> int:
+        """Chunks for this member that are not the kernel's yet."""
+        return len(self._unsent[rank])
 
     def forget(self, rank: int) -> None:
         """Take back what waits for this member: it will be put in again."""

@@ -11,6 +11,7 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 
 from isthmus.collective.core.apart import NO_PAIR, Apart
+from isthmus.collective.core.round_times import RoundTimes
 from isthmus.collective.core.types import Member, PeerRef, RoundKey
 from isthmus.collective.errors import OperationAborted
 from isthmus.collective.links.measurements import LinkMeter
@@ -46,6 +47,7 @@ class Runner:
         self._mesh = mesh
         self._meter = meter
         self._patience = patience
+        self._times = RoundTimes(patience.slow)
 
     async def run(
         self,
@@ -75,15 +77,20 @@ class Runner:
                 told=operation.told,
                 bundles=self._bundles_to(members),
                 eager_chunks=self._engine.credit(operation.longest_chunk_nbytes),
+                chunk_nbytes=operation.longest_chunk_nbytes,
                 apart=self._apart(members),
             )
             _pace(round_.bundles, None if operation.paces is None else operation.paces[rank])
             self._meter.paced_anew()
             if first is not None:
+                round_.comes_first = True
                 await self._announce(round_, first)
             if not round_.is_done:
                 self._engine.post(round_)
             await self._see_through(round_, deadline_s)
+            if round_.opened_at is not None:
+                refs = [member.ref for member in members]
+                self._times.took(refs, round_.nbytes, time.monotonic() - round_.opened_at)
             sizes, sums = round_.sizes, round_.sums
             await operation.settle()
         return RoundStats(
@@ -116,7 +123,7 @@ class Runner:
         try:
             if not round_.is_done:
                 total_s = self._patience.round_s if deadline_s is None else deadline_s
-                await supervise(round_, self._patience, total_s, self._meter)
+                await supervise(round_, self._patience, total_s, self._meter, self._times)
         except BaseException as error:
             cause = "cancelled by its caller" if isinstance(error, asyncio.CancelledError) else "failed inside"
             round_.give_up(OperationAborted(round_.key, cause))

@@ -11,6 +11,7 @@ the sockets). A round that fails ends at once and stays failed; `changed` is set
 
 import asyncio
 import math
+import time
 from collections.abc import Sequence
 from typing import assert_never
 
@@ -36,17 +37,23 @@ from isthmus.collective.core.round_words import (
     SendPart,
     SendResult,
 )
-from isthmus.collective.core.types import Member, RoundKey
+from isthmus.collective.core.types import Instant, Member, RoundKey
 from isthmus.collective.errors import (
     CollectiveError,
     NonFiniteInput,
-    OperationAborted,
     PlanMismatch,
     RemoteProtocolError,
 )
 from isthmus.collective.rounds.buffers import RoundBuffers
 from isthmus.collective.rounds.chunks import Inbox
-from isthmus.collective.rounds.notices import AbortNotice, abort_payload_of, mismatch_heard, opening_payload
+from isthmus.collective.rounds.findings import Findings
+from isthmus.collective.rounds.notices import (
+    AbortNotice,
+    abort_payload,
+    abort_payload_of,
+    mismatch_heard,
+    opening_payload,
+)
 from isthmus.collective.rounds.outbox import Outbox
 from isthmus.collective.rounds.plan import RoundPlan, Terms
 from isthmus.collective.transport.bundle import Bundle
@@ -71,6 +78,7 @@ class RunningRound:
         told: what the members' parts weigh, by rank, whatever they say; None: what they say.
         bundles: by rank; None at ours.
         eager_chunks: see RoundMachine.
+        chunk_nbytes: of the longest chunk.
         apart: pairs of ranks that have no link; `bundles` is None for who has none with us.
     """
 
@@ -87,6 +95,7 @@ class RunningRound:
         told: Sequence[float] | None = None,
         bundles: Sequence[Bundle | None],
         eager_chunks: int,
+        chunk_nbytes: int = 0,
         apart: Apart = NO_PAIR,
     ) -> None:
         self.key = key
@@ -96,8 +105,10 @@ class RunningRound:
         self.is_done = False
         self.has_told = False
         """Whether the others have heard from us that it is over, and let go of what they held back for it."""
-        self.doubted: frozenset[int] = frozenset()
-        """Ranks that we would soon give up because of, whatever others say: kept by supervision.py."""
+        self.comes_first = False
+        """Whether a member that has posted another round of this outer step must have ended this one."""
+        self.opened_at: Instant | None = None
+        """When every member had posted the round, by the monotonic clock."""
         self.changed = asyncio.Event()
         self.bytes_received = 0
         self.weights: list[float | None] = [None] * len(self.members) if told is None else list(told)
@@ -105,6 +116,9 @@ class RunningRound:
         self._is_told = told is not None
         self.bundles = bundles
         self.eager_chunks = eager_chunks
+        self.nbytes = chunk_nbytes * plan.slices.num_chunks
+        """Of the whole buffer, about."""
+        self._chunk_nbytes = chunk_nbytes
         self.machine = RoundMachine(
             key=key,
             rank=rank,
@@ -112,6 +126,7 @@ class RunningRound:
             eager_chunks=eager_chunks,
             apart=apart,
         )
+        self.findings = Findings(self.members, rank, self.machine)
         self._plan = plan
         self._terms = terms
         self._plan_hash = terms.hash32
@@ -250,9 +265,18 @@ class RunningRound:
         ranks = range(len(self.members))
         return [r for r in ranks if self.concerns(r) and (self.owes_now(r) or not self.machine.has_opened(r))]
 
+    @property
+    def num_missing(self) -> int:
+        """Chunks that others still have to send us."""
+        return sum(self.machine.num_missing(rank) for rank in range(len(self.members)) if rank != self.rank)
+
+    def left_nbytes(self, rank: int) -> int:
+        """What has to move between us and this member until the round can end, at most."""
+        return self._chunk_nbytes * (self.machine.num_missing(rank) + self._outbox.num_unsent_to(rank))
+
     def suspect(self, ranks: Sequence[int], cause: str) -> None:
         """Give up because of these members, and say so to the others."""
-        self.give_up(OperationAborted(self.key, cause, [self.members[rank].peer_id for rank in ranks]))
+        self.give_up(self.findings.suspects(ranks, cause))
 
     def give_up(self, error: Exception) -> None:
         """Fail, and tell the others so that they need not find out by themselves."""
@@ -261,6 +285,13 @@ class RunningRound:
         self.fail(error)
         self.has_told = True
         self._outbox.abort(abort_payload_of(error, self.members[self.rank].peer_id))
+
+    def hold_up(self, cause: str) -> None:
+        """Give up because the round takes too long, though nobody owes us what depends on nobody else."""
+        if not self.is_done:
+            self.fail(self.findings.overdue(cause))
+            self.has_told = True
+            self._outbox.abort(abort_payload(cause, (), is_overdue=True))
 
     def fail(self, error: Exception) -> None:
         """End without a result. Idempotent."""
@@ -330,13 +361,7 @@ class RunningRound:
             if index is not None:  # another member found it where the parts are added up
                 self.fail(NonFiniteInput(index))
                 return
-        cause = f"peer {sender} gave up: {notice.cause}"
-        # Members begin to wait at nearly the same time: without this only the first one had a voice of its own.
-        ours = [peer for peer in notice.suspects if peer in {self.members[rank].peer_id for rank in self.doubted}]
-        if ours:
-            self.fail(OperationAborted(self.key, cause, ours))
-        else:
-            self.fail(OperationAborted(self.key, cause, notice.suspects, told_by=sender))
+        self.fail(self.findings.heard(notice, rank))
 
     def _on_chunk(self, rank: int, header: Header, arrived: Tensor | None) -> None:
         """`arrived` is the chunk's wire form; None if it landed in the output."""
@@ -379,6 +404,8 @@ class RunningRound:
             self.give_up(error)
 
     def _carry_out(self, effects: Sequence[RoundEffect]) -> None:
+        if self.opened_at is None and self.is_open:
+            self.opened_at = time.monotonic()
         touched: set[int] = set()
         for effect in effects:
             if self.is_done:

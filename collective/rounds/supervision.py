@@ -3,19 +3,21 @@
 
 Rules: every round ends. A member is a suspect when its connection broke and cannot be made anew within a short grace
 (longer before we have met; at once if it is refused wherever it may be), when its host does not answer any more, when
-it has opened the round and then stands still (core/progress.py), or when the round's own deadline passes and it has not
-come, or owes what depends on nobody else. A member that has not opened is still computing: no suspect until then, as
-long as its host is there. After three quarters of such a time a member is doubted: if another one gives up because of
-it, that is our own finding too, and not hearsay. Whoever needs a broken connection repairs it from here, so every dial
-has an owner.
+it has opened the round and then stands still (core/progress.py), or moves so slowly that the round takes far longer
+than such rounds do (slowness.py), or when the round's own deadline passes and it has not come, or owes what depends on
+nobody else. A member that has not opened is still computing: no suspect until then, as long as its host is there. After
+three quarters of such a time a member is doubted: if another one gives up because of it, that is our own finding too,
+and not hearsay. Whoever needs a broken connection repairs it from here, so every dial has an owner.
 """
 
 import asyncio
 from dataclasses import dataclass, field
 
 from isthmus.collective.core.progress import ProgressWatch, StallLimits
+from isthmus.collective.core.round_times import RoundTimes, SlowLimits
 from isthmus.collective.links.measurements import LinkMeter
 from isthmus.collective.rounds.running_round import RunningRound
+from isthmus.collective.rounds.slowness import Slowness
 from isthmus.collective.transport.bundle import Bundle
 
 
@@ -25,6 +27,8 @@ class Patience:
 
     stall: StallLimits = field(default_factory=StallLimits)
     """For a member that stands still in the round."""
+    slow: SlowLimits = field(default_factory=SlowLimits)
+    """For one that moves, and comes to no end."""
     redial_s: float = 0.3
     """For a connection that broke. Eight round trips are added, so that far peers get their chance."""
     first_contact_s: float = 5.0
@@ -44,7 +48,9 @@ _DOUBTFUL = 0.75
 """Share of the time after which a member is a suspect."""
 
 
-async def supervise(round_: RunningRound, patience: Patience, deadline_s: float, meter: LinkMeter) -> None:
+async def supervise(
+    round_: RunningRound, patience: Patience, deadline_s: float, meter: LinkMeter, times: RoundTimes
+) -> None:
     """Return when the round is done, one way or the other. Cancelling ends the watch, not the round."""
     loop = asyncio.get_running_loop()
     started = signed_at = loop.time()
@@ -57,6 +63,8 @@ async def supervise(round_: RunningRound, patience: Patience, deadline_s: float,
         if round_.is_done:
             return
     watches = {rank: (bundle, ProgressWatch(patience.stall, started)) for rank, bundle in bundles.items()}
+    limit_s = times.limit_s([member.ref for member in round_.members], round_.nbytes)
+    slowness = Slowness(round_, bundles, patience.slow, limit_s=limit_s, deadline_s=deadline_s)
     repairs: dict[int, asyncio.Task[None]] = {}
     broken_since: dict[int, tuple[Bundle, float]] = {}
     async with asyncio.TaskGroup() as tasks:
@@ -89,10 +97,15 @@ async def supervise(round_: RunningRound, patience: Patience, deadline_s: float,
                 break
             # Signs of life come meanwhile all the same: a pause that is shorter than between two of them hides none.
             _observe(round_, watches, now, late_s if late_s > sign_every_s else 0.0)
+            slowness.observe(now, late_s)
             for cause, ranks in _found(round_, broken_since, watches, patience, now, share=1.0).items():
                 round_.suspect(ranks, cause)
+            _end_if_slow(round_, slowness, times)
             found = _found(round_, broken_since, watches, patience, now, share=_DOUBTFUL)
-            round_.doubted = frozenset(rank for ranks in found.values() for rank in ranks)
+            found["too slow"] = slowness.culprits(share=_DOUBTFUL)
+            findings = round_.findings
+            findings.doubted = frozenset(rank for ranks in found.values() for rank in ranks)
+            findings.is_overdue_soon = slowness.is_overdue(share=_DOUBTFUL) or slowness.is_awaited(share=_DOUBTFUL)
         for task in repairs.values():
             task.cancel()
 
@@ -105,6 +118,18 @@ async def _next_look(round_: RunningRound, timeout_s: float) -> None:
     finally:
         timer.cancel()
     round_.changed.clear()
+
+
+def _end_if_slow(round_: RunningRound, slowness: Slowness, times: RoundTimes) -> None:
+    if round_.is_done:
+        return
+    ranks = slowness.culprits()
+    if ranks:
+        round_.suspect(ranks, f"too slow: not done {slowness.open_s:.0f} s after all had come")
+    elif slowness.is_overdue():
+        ranks = list(round_.machine.waiting_for())
+        round_.hold_up(f"not done {slowness.open_s:.0f} s after all had come")
+    times.too_slow(round_.members[rank].ref for rank in ranks)
 
 
 def _observe(

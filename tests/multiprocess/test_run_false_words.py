@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from isthmus.collective.core.round_times import SlowLimits
 from isthmus.elastic.core.rebuild import EPOCHS_A_REBUILD, MOST_AHEAD
 from tests.multiprocess.lies.beside import (
     THREE,
@@ -19,6 +20,9 @@ from tests.multiprocess.lies.beside import (
 )
 from tests.multiprocess.lies.in_words import FAR_STEP, LATE_S
 from tests.multiprocess.run_harness import assert_same_commits, lose_journal, running, until_rebuilt
+
+MOST_S = 4 * SlowLimits().floor_s
+"""Of which three are what two failed rounds take."""
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(200)]
 
@@ -74,6 +78,22 @@ def test_a_member_with_which_no_round_can_be_finished_is_out_for_longer_and_long
             num_out = len(put_out(honest[0], liar))
             run.until("it to be out", lambda num_out=num_out: len(put_out(honest[0], liar)) > num_out)
             run.until_step(honest[0].step + 5, *honest)
+        assert not any(peer.events("learner") for peer in honest), "no honest member was put out"
+        run.leave_all()
+    assert_same_commits(*honest)
+
+
+@pytest.mark.parametrize("kind", ["trickle", "withhold"])
+def test_a_member_that_moves_and_brings_no_round_to_its_end_is_out_after_a_minute(tmp_path: Path, kind: str) -> None:
+    """Before, a round lasted half an hour, and named nobody where parts were kept back that others had given."""
+    with running(tmp_path) as run:
+        honest, liar = three_honest_and(run, kind, liars=("--max-upload", "1GB"))
+        founder = honest[0]
+        run.until("the liar's work", lambda: bool(liar.commits()))
+        run.until_step(founder.step + 3, *honest, liar)
+        (liar.directory / "mute").touch()
+        run.until("it to be out", lambda: bool(put_out(founder, liar)), timeout_s=MOST_S)
+        run.until_step(founder.step + 5, *honest)
         assert not any(peer.events("learner") for peer in honest), "no honest member was put out"
         run.leave_all()
     assert_same_commits(*honest)

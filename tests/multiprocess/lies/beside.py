@@ -12,13 +12,15 @@ SANE_LOSS = 2 * math.log(256)
 """Of bytes: twice what a model has that knows nothing."""
 
 
-def three_honest_and(run: Run, kind: str, *flags: str, after: int = 0) -> tuple[list[Process], Process]:
-    """Three peers that are under way, and one that joins them and lies, after so many outer steps of theirs."""
+def three_honest_and(
+    run: Run, kind: str, *flags: str, after: int = 0, liars: tuple[str, ...] = ()
+) -> tuple[list[Process], Process]:
+    """Three peers that are under way, and one that joins them with flags of its own, after so many of their steps."""
     founder = run.found("--peers", "3", "--outer-steps", str(OPEN_END), "--eval.every", "1", *flags)
     run.wait_for_ticket()
     honest = [founder, run.join(), run.join()]
     run.until_step(after, *honest)
-    liar = run.join_as_liar(kind)
+    liar = run.join_as_liar(kind, *liars)
     run.until_step(1, *honest)
     return honest, liar
 

@@ -11,6 +11,7 @@ FALSE_SUM = 100.0
 FRAMING = 100.0
 SLOW_BYTES_PER_S = 10_000.0
 PADDING_INTERVAL_S = 0.1
+TRICKLE_NBYTES, TRICKLE_INTERVAL_S = 16, 0.2
 
 
 def tell_each_another_weight() -> None:
@@ -156,3 +157,51 @@ def pad_instead_of_parts(is_meant: Callable[[], bool]) -> None:
         tasks.add(asyncio.get_running_loop().create_task(pad(self)))
 
     Outbox.put_chunk = withhold  # type: ignore[method-assign]
+
+
+def send_byte_by_byte(is_meant: Callable[[], bool]) -> None:
+    """While it is meant, each line carries 80 bytes a second. Only of a peer whose upload has a bound, however high."""
+    from isthmus.collective.transport.link import Link
+
+    within, due = Link._within, dict[int, float]()
+
+    def trickle(self: Any, cap: Any, buffers: list[memoryview], resume: Callable[[], None]) -> list[memoryview]:
+        if not is_meant():
+            return within(self, cap, buffers, resume)
+        now = self._loop.time()
+        if now < due.get(id(self), 0.0):
+            self._timers[resume] = self._loop.call_later(due[id(self)] - now, resume)
+            return []
+        due[id(self)] = now + TRICKLE_INTERVAL_S
+        return [buffers[0][:TRICKLE_NBYTES]]
+
+    Link._within = trickle  # type: ignore[method-assign]
+
+
+def withhold_sums(is_meant: Callable[[], bool]) -> None:
+    """While it is meant, take the others' parts and give none of the sums that are made of them."""
+    from isthmus.collective.transport.wire import FrameType
+
+    _keep_back(lambda _, frame_type, __: frame_type is FrameType.RESULT and is_meant())
+
+
+def stay_away_from_one(is_meant: Callable[[], bool]) -> None:
+    """While it is meant, be in rounds with all others but one, which cannot know that they have begun."""
+    _keep_back(lambda outbox, _, to: to == (0 if outbox.rank else 1) and is_meant())
+
+
+def _keep_back(is_kept: Callable[[Any, Any, int], bool]) -> None:
+    from isthmus.collective.rounds.outbox import Outbox
+    from isthmus.collective.transport.wire import FrameType
+
+    put_chunk, put_open = Outbox.put_chunk, Outbox.put_open
+
+    def chunk(self: Outbox, frame_type: FrameType, to: int, chunk: int) -> None:
+        if not is_kept(self, frame_type, to):
+            put_chunk(self, frame_type, to, chunk)
+
+    def opening(self: Outbox, to: int) -> None:
+        if not is_kept(self, FrameType.OPEN, to):
+            put_open(self, to)
+
+    Outbox.put_chunk, Outbox.put_open = chunk, opening  # type: ignore[method-assign]

@@ -86,8 +86,9 @@ def make_view(sites, epoch=1):
 
 
 @contextlib.asynccontextmanager
-async def running_sites(count, **more):
-    sites = [Site(number, **more) for number in range(count)]
+async def running_sites(count, *, first=None, **more):
+    """`first`: of the first one alone."""
+    sites = [Site(number, **(more if number else more | (first or {}))) for number in range(count)]
     for site in sites:
         await site.listener.start()
     try:

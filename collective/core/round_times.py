@@ -1,0 +1,95 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How long a round may take once all its members have opened it, by how long such rounds took before.
+
+Standing still is found in seconds (progress.py). What is found here moves, and comes to no end: a member that sends its
+parts byte by byte, or keeps back the sums that it owes. Before, such a round lasted until its deadline, half an hour.
+
+Rules: a round is compared with earlier ones of the same members and at least half its size, by the middle of these: one
+slow round allows no second one. Without such rounds nothing is known, as with a newcomer, whose line may be slow: then
+only what could not end before the deadline anyway is given up early. A member because of which a round took too long is
+given twice as long in the next: lines may become slow, and then rounds go on at their pace. Every round that ends in
+time takes one doubling back. No time in here.
+"""
+
+import math
+import statistics
+from collections import deque
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
+
+from isthmus.collective.core.types import PeerRef
+
+_ROUNDS_KEPT = 64
+_PEERS_KEPT = 1024
+_MOST_DOUBLINGS = 3
+"""A member that holds every round up does so for eight times as long at most."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SlowLimits:
+    """When a round that moves is too slow."""
+
+    floor_s: float = 20.0
+    """No round is too slow before that."""
+    factor: float = 10.0
+    """It may take so many times what is usual."""
+    hopeless: float = 2.0
+    """Or is given up if, at the rate until now, it would take so many times the deadline."""
+    unknown_s: float = 120.0
+    """Where nothing is known, a round in which nothing came for so long is too slow, though nobody stands still."""
+
+    def __post_init__(self) -> None:
+        if min(self.floor_s, self.factor, self.hopeless, self.unknown_s) <= 0:
+            raise ValueError(f"limits must be positive: {self}")
+
+
+class RoundTimes:
+    """See the module. Seconds are from when all members had opened the round until it ended."""
+
+    def __init__(self, limits: SlowLimits) -> None:
+        self._limits = limits
+        self._rounds: deque[tuple[frozenset[PeerRef], int, float]] = deque(maxlen=_ROUNDS_KEPT)
+        self._doublings: dict[PeerRef, int] = {}
+
+    def limit_s(self, members: Collection[PeerRef], nbytes: int) -> float:
+        """How long a round of these members, with so many bytes, may take; infinite if nothing is known."""
+        return self._base_s(members, nbytes) * 2.0 ** max(map(self._num_doublings, members), default=0)
+
+    def took(self, members: Collection[PeerRef], nbytes: int, seconds: float) -> None:
+        """A round of these members has ended well."""
+        base_s = self._base_s(members, nbytes)
+        self._rounds.append((frozenset(members), nbytes, seconds))
+        for member in members:
+            doublings = self._num_doublings(member)
+            if doublings and seconds <= base_s * 2.0 ** (doublings - 1):
+                self._doublings[member] = doublings - 1
+
+    def too_slow(self, members: Iterable[PeerRef]) -> None:
+        """A round was given up because of these."""
+        for member in members:
+            doublings = min(self._num_doublings(member) + 1, _MOST_DOUBLINGS)
+            self._doublings.pop(member, None)
+            self._doublings[member] = doublings
+        while len(self._doublings) > _PEERS_KEPT:
+            del self._doublings[next(iter(self._doublings))]
+
+    def _base_s(self, members: Collection[PeerRef], nbytes: int) -> float:
+        present = frozenset(members)
+        alike = [seconds for others, size, seconds in self._rounds if present <= others and 2 * size >= nbytes]
+        return max(self._limits.floor_s, self._limits.factor * statistics.median(alike)) if alike else math.inf
+
+    def _num_doublings(self, member: PeerRef) -> int:
+        return self._doublings.get(member, 0)
+
+
+def is_hopeless(limits: SlowLimits, *, moved: int, left: int, seconds: float, deadline_s: float) -> bool:
+    """Whether what is left cannot come in time at the rate of these seconds, not nearly.
+
+    Args:
+        limits: when that may be said.
+        moved: bytes.
+        left: bytes, at most.
+        seconds: since the round was open.
+        deadline_s: of the round.
+    """
+    return seconds * (moved + left) > limits.hopeless * deadline_s * moved

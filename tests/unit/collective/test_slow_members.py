@@ -1,0 +1,145 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Members that move, and come to no end: the others give up in time, and name whom they have found themselves."""
+
+import asyncio
+import dataclasses
+
+import pytest
+import torch
+
+from isthmus.collective import Epoch, OperationAborted, OuterStep, RoundKey
+from isthmus.collective.core.progress import StallLimits
+from isthmus.collective.core.round_times import SlowLimits
+from isthmus.collective.rounds.outbox import Outbox
+from isthmus.collective.rounds.running_round import RunningRound
+from isthmus.collective.transport.link import Link
+from tests.multiprocess.lies import on_the_wire
+from tests.unit.collective.conftest import QUICK
+
+NUMEL = 700_001
+SLOW = SlowLimits(floor_s=2.0, factor=4.0, unknown_s=2.0)
+PATIENT = dataclasses.replace(
+    QUICK, patience=dataclasses.replace(QUICK.patience, stall=StallLimits(floor_s=10.0), slow=SLOW, round_s=60.0)
+)
+"""Nobody is found for standing still."""
+CHANGED = [(Outbox, "put_chunk"), (Outbox, "put_open"), (Link, "_within")]
+"""Links ask the last one only where uploads have a bound, as the first member's have in one test."""
+
+
+@pytest.fixture
+def lies(monkeypatch):
+    """Makes the first member lie from now on, with a lie of a real liar (tests/multiprocess/liar.py)."""
+
+    def lie(kind):
+        honest = {(owner, name): getattr(owner, name) for owner, name in CHANGED}
+        kind(lambda: True)
+        for (owner, name), method in honest.items():
+            lying = getattr(owner, name)
+            setattr(owner, name, method)  # which monkeypatch restores
+            monkeypatch.setattr(owner, name, _of_the_first(lying, method) if owner is Outbox else lying)
+
+    return lie
+
+
+def _of_the_first(lying, honest):
+    return lambda self, *words: (honest if self.rank else lying)(self, *words)
+
+
+async def means(sites, step):
+    return await asyncio.gather(*(site.mean(torch.ones(NUMEL), step=step) for site in sites))
+
+
+async def test_a_member_that_sends_its_parts_byte_by_byte_is_named_by_both_others(sites_running, outcomes, lies):
+    lies(on_the_wire.send_byte_by_byte)
+    slowly = dataclasses.replace(PATIENT, max_upload=1e9)  # else it is not asked
+    async with sites_running(3, first={"options": slowly}, options=PATIENT) as sites:
+        ended = await outcomes(site.mean(torch.ones(NUMEL)) for site in sites)
+    for error in ended[1:]:
+        assert isinstance(error, OperationAborted)
+        assert error.suspects == (sites[0].peer_id,), error
+        assert error.told_by is None, "of its own finding"
+        assert "too slow" in error.cause
+
+
+@pytest.mark.parametrize("num_before", [0, 1])
+async def test_a_member_that_keeps_back_its_sums_is_whom_both_others_wait_for(
+    sites_running, outcomes, lies, num_before
+):
+    async with sites_running(3, options=PATIENT) as sites:
+        for step in range(num_before):
+            await means(sites, step)
+        lies(on_the_wire.withhold_sums)
+        ended = await outcomes(site.mean(torch.ones(NUMEL), step=9) for site in sites)
+    assert all(isinstance(error, OperationAborted) for error in ended[1:])
+    assert [error.told_by for error in ended[1:]] == [sites[0].peer_id] * 2
+    assert [error.suspects for error in ended[1:]] == [()] * 2
+
+
+@pytest.mark.parametrize("num_before", [0, 1])
+async def test_a_member_that_never_comes_to_one_other_is_named_by_that_one(sites_running, outcomes, lies, num_before):
+    async with sites_running(3, options=PATIENT) as sites:
+        for step in range(num_before):
+            await means(sites, step)
+        lies(on_the_wire.stay_away_from_one)
+        ended = await outcomes(site.mean(torch.ones(NUMEL), step=9) for site in sites)
+    assert ended[1].suspects == (sites[0].peer_id,)
+    assert ended[1].told_by is None
+    assert ended[2].told_by == sites[1].peer_id
+
+
+async def test_a_member_that_never_comes_to_one_that_has_its_result_is_named_by_that_one(sites_running, outcomes, lies):
+    """The result holds the parts of all, so all have come, and this one will not hear of it."""
+    async with sites_running(3, options=PATIENT) as sites:
+        lies(on_the_wire.stay_away_from_one)
+        ended = await outcomes(site.mean(torch.ones(10)) for site in sites)
+    assert ended[1].suspects == (sites[0].peer_id,)
+    assert ended[1].told_by is None
+
+
+async def test_a_member_that_never_comes_to_one_others_survey_is_named_by_that_one(sites_running, outcomes, lies):
+    """The third member has ended the survey, and waits in the round after it for the one that has not."""
+
+    async def survey_and_mean(site):
+        await site.communicator.survey(RoundKey(Epoch(1), OuterStep(0), 7))
+        return await site.mean(torch.ones(NUMEL))
+
+    async with sites_running(3, options=PATIENT) as sites:
+        lies(on_the_wire.stay_away_from_one)
+        rounds = [asyncio.ensure_future(outcomes([survey_and_mean(site)])) for site in sites]
+        ((ended,),) = [await rounds[1]]
+        await sites[2].communicator.close()
+        await asyncio.wait(rounds)
+    assert isinstance(ended, OperationAborted)
+    assert ended.suspects == (sites[0].peer_id,)
+
+
+async def test_a_round_that_was_given_up_may_take_twice_as_long_the_next_time(sites_running, outcomes, lies):
+    loop = asyncio.get_running_loop()
+    async with sites_running(2, options=PATIENT) as sites:
+        await asyncio.gather(*(site.mean(torch.ones(2 * NUMEL)) for site in sites))
+        lies(on_the_wire.withhold_sums)
+        took_s = []
+        for step in (1, 2):
+            began = loop.time()
+            await outcomes(site.mean(torch.ones(2 * NUMEL), step=step) for site in sites)
+            took_s.append(loop.time() - began)
+    assert took_s[0] > SLOW.floor_s
+    assert took_s[1] > 2 * SLOW.floor_s
+
+
+async def test_a_member_that_says_at_once_that_a_round_takes_too_long_makes_the_others_name_nobody(
+    sites_running, outcomes, monkeypatch
+):
+    start = RunningRound.start
+
+    def lie(self):
+        start(self)
+        if self.rank == 0:
+            self.hold_up("a lie")
+
+    monkeypatch.setattr(RunningRound, "start", lie)
+    async with sites_running(3, options=PATIENT) as sites:
+        ended = await outcomes(site.mean(torch.ones(NUMEL)) for site in sites)
+    for error in ended[1:]:
+        assert error.suspects == ()
+        assert error.told_by == sites[0].peer_id
