@@ -16,6 +16,11 @@ from hypothesis import HealthCheck, settings
 # than the deadlines that are tested here.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+# A shell without job control starts what it puts in the background with SIGINT ignored, and all processes of the tests
+# would inherit that.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
 # How fast examples are made says how busy the machine is, nothing of the code. The blob of a failure repeats it.
 settings.register_profile("isthmus", deadline=None, suppress_health_check=[HealthCheck.too_slow], print_blob=True)
 settings.load_profile("isthmus")

@@ -12,7 +12,10 @@ from tests.unit.elastic.peers import CoordinatorHost
 
 
 async def main(path: Path, address: str) -> None:
-    host = CoordinatorHost(path, address, outer_steps=10**9, min_peers=2)
+    # A machine that is busy makes nobody silent, nor late to dial again.
+    host = CoordinatorHost(
+        path, address, outer_steps=10**9, min_peers=2, heartbeat_timeout_s=10.0, recover_grace_s=20.0
+    )
     async with asyncio.TaskGroup() as tasks:
         await host.start(tasks)
         print(host.address, flush=True)

@@ -55,6 +55,9 @@ POLL_INTERVAL_S = 0.02
 TIMEOUT_S = 90.0
 """For anything that is waited for. Generous: the machine may be busy with other things."""
 END_TIMEOUT_S = 10.0
+NEVER_LATE = ("--members.grace", "1h", "--members.heartbeat_timeout", "60s")
+"""For runs whose views are counted: a busy machine makes peers late, and silent for seconds. Deaths are found by broken
+connections all the same."""
 OPEN_END = 20_000
 """Outer steps of a run that the test ends itself: more than any machine does while a test waits, and yet an end."""
 LEFT, FORCED, KILLED = 20, 130, -signal.SIGKILL
@@ -458,6 +461,34 @@ def lose_journal(coordinator: Process) -> None:
 def until_rebuilt(run: Run, coordinator: Process, times: int) -> None:
     """Wait until it has rebuilt the run so many times."""
     run.until("rebuilt run", lambda: len(coordinator.events("rebuilt")) >= times)
+
+
+def at_once(*processes: Process) -> None:
+    """End them as a power cut would."""
+    for process in processes:
+        process.popen.kill()
+    for process in processes:
+        process.kill()
+
+
+def newest_checkpoint(peer: Process) -> int:
+    """The outer step of the newest checkpoint that it has told of."""
+    return max(event["outer_step"] for event in peer.events("checkpoint"))
+
+
+def is_frozen_between_checkpoints(peer: Process) -> bool:
+    """Stop a peer, and let it go on unless it has committed one or two outer steps since its newest checkpoint."""
+    peer.signal(signal.SIGSTOP)
+    if newest_checkpoint(peer) < peer.step < newest_checkpoint(peer) + 3:
+        return True
+    peer.signal(signal.SIGCONT)
+    return False
+
+
+def broken_rounds(process: Process) -> list[Event]:
+    """But for those that ended because another member heard of the next view first."""
+    broke = process.events("fault", kind="round_broke")
+    return [event for event in broke if "cancelled by its caller" not in event["cause"]]
 
 
 @contextlib.contextmanager

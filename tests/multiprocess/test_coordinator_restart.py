@@ -83,4 +83,4 @@ async def test_no_committed_step_is_lost_or_made_twice_when_the_coordinator_is_k
     assert [peer.lost for peer in peers] == [[], [], []]
     last_join = max(slot for slot, record in enumerate(records) if isinstance(record, ViewRecord))
     assert sum(isinstance(record, CommitRecord) for record in records[last_join:]) >= 3 * NUM_KILLS
-    assert max(resumed_s) < 5.0
+    assert max(resumed_s) < 10.0  # a dial may time out, and pauses between dials grow to two seconds

@@ -21,8 +21,9 @@ def test_peers_are_killed_started_frozen_and_added_by_orders_and_the_audit_of_th
         assert lab.standing(1) == "ended: killed"
         step = lab.step()
         lab.until("the other goes on", lambda: lab.step() > step)
+        num_before = lab.told().count("peer 1 is a member")
         lab.order("start", "1")
-        lab.until("it is a member again", lambda: lab.told().count("peer 1 is a member") == 2)
+        lab.until("it is a member again", lambda: lab.told().count("peer 1 is a member") > num_before)
         assert "runs already" in lab.order("start", "1", code=2)
         assert "no peer 7" in lab.order("kill", "7", code=2)
         assert "begin the lab with --wan" in lab.order("cut", "1", code=2)

@@ -12,6 +12,7 @@ from pathlib import Path
 import jsonschema
 import pytest
 
+from isthmus.trainer.checkpoint.checkpoint import newest_usable
 from tests.multiprocess.run_harness import (
     Audit,
     Outcome,
@@ -235,7 +236,9 @@ def test_a_killed_founders_checkpoint_goes_on_with_two_peers_and_no_sample_twice
         run.until("checkpoint", lambda: len(first.events("checkpoint")) > 1)  # the first one is of the beginning
         run.until_step(first.events("checkpoint")[1]["outer_step"] + 2, first)  # steps that no checkpoint has
         first.kill()
-        saved_at = max(event["outer_step"] for event in first.events("checkpoint"))
+        saved = newest_usable(first.directory)
+        assert saved is not None
+        saved_at = saved.meta.outer_step
         second = run.found("--resume", str(first.directory), "--peers", "2", "--outer-steps", str(saved_at + 8))
         run.wait_for_ticket()
         joiner = run.join()

@@ -14,6 +14,7 @@ from isthmus.elastic.journal.archive import archives_of
 from isthmus.elastic.journal.reader import read_file
 from tests.multiprocess.run_harness import (
     LEFT,
+    NEVER_LATE,
     OPEN_END,
     Audit,
     Process,
@@ -54,7 +55,7 @@ def is_compacted(coordinator: Process, journal: Path) -> bool:
 def test_a_coordinator_that_compacts_is_killed_again_and_again_and_the_run_goes_on(tmp_path: Path) -> None:
     with running(tmp_path) as run:
         flags = ["--members.start_peers", "3", "--members.min_peers", "2", "--run.outer_steps", str(OPEN_END)]
-        flags += ["--checkpoint.every", "4"]
+        flags += ["--checkpoint.every", "4", *NEVER_LATE]
         coordinator = run.coordinator(*flags, *COMPACTED)
         run.wait_for_ticket()
         peers = [run.join(), run.join(), run.join()]

@@ -104,7 +104,7 @@ def test_who_leaves_at_once_says_that_nobody_else_holds_the_state_and_brings_it_
 
 def test_the_command_tells_what_a_long_leave_waits_for_and_may_be_interrupted(tmp_path: Path) -> None:
     with running(tmp_path) as run:
-        founder = run.found("--peers", "1", "--outer-steps", str(OPEN_END), "--outer.inner_steps", "1500")
+        founder = run.found("--peers", "1", "--outer-steps", str(OPEN_END), "--outer.inner_steps", "3000")
         run.wait_for_ticket()
         run.until("training", lambda: bool(founder.events("lease")))
 
@@ -113,7 +113,7 @@ def test_the_command_tells_what_a_long_leave_waits_for_and_may_be_interrupted(tm
             assert first.stderr is not None
             line = first.stderr.readline()
             assert "waits for the commit that holds its last steps" in line
-            assert "of 1500" in line
+            assert "of 3000" in line
             first.send_signal(signal.SIGINT)
             assert "the peer goes on leaving" in first.stderr.read()
             assert first.wait(20) == 130

@@ -37,7 +37,7 @@ from isthmus.elastic.wire import encode
 from isthmus.trainer.contact.admission import hello_maker
 from isthmus.trainer.run.founding import recall_membership
 from tests.multiprocess.lies.in_words import forged
-from tests.multiprocess.run_harness import OPEN_END, Process, Run, assert_same_commits, running
+from tests.multiprocess.run_harness import NEVER_LATE, OPEN_END, Process, Run, assert_same_commits, running
 from tests.multiprocess.test_run_keys import TIMEOUT_S, _address_of, _identity_in
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(400)]
@@ -200,7 +200,7 @@ def _foe(run: Run, hostile: Process, others: list[Process]) -> Foe:
 
 def _foe_beside_two(run: Run) -> tuple[Foe, list[Process]]:
     """Somebody with the key of a member, which has ended, and two peers that go on without it."""
-    others = [run.found("--peers", "2", "--min-peers", "2", "--outer-steps", str(OPEN_END))]
+    others = [run.found("--peers", "2", "--min-peers", "2", "--outer-steps", str(OPEN_END), *NEVER_LATE)]
     run.wait_for_ticket()
     others.append(run.join())
     hostile = run.join()

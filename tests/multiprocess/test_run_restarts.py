@@ -11,7 +11,17 @@ from typing import Any
 import pytest
 
 from isthmus.elastic.core.records import ViewRecord
-from tests.multiprocess.run_harness import LEFT, OPEN_END, Audit, Process, assert_same_commits, read_journal, running
+from tests.multiprocess.run_harness import (
+    LEFT,
+    OPEN_END,
+    Audit,
+    Process,
+    assert_same_commits,
+    is_frozen_between_checkpoints,
+    newest_checkpoint,
+    read_journal,
+    running,
+)
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(200)]
 
@@ -83,7 +93,7 @@ def test_a_founder_that_has_resumed_its_folder_and_is_killed_goes_on_when_its_co
             process.signal(signal.SIGINT)
         assert run.until_ended(joiner) == [LEFT]
         assert run.until_ended(again) == [LEFT]
-    assert len(joiner.events("join")) == 1, "it has found its run again"
+    assert not joiner.events("learner"), "it has found its run again"
     assert [path.name for path in before.directory.glob("lineage-*")] == ["lineage-1"]
 
 
@@ -94,12 +104,13 @@ def test_a_coordinator_that_is_killed_and_started_again_goes_on_where_it_was(tmp
         coordinator = run.coordinator(*flags)
         run.wait_for_ticket()
         peers = [run.join(), run.join()]
-        run.until_step(last // 4, *peers)
+        run.until_step(2, *peers)
         told = run.command("status", "--dir", str(coordinator.directory)).out.splitlines()
         assert re.fullmatch(r"run run-[0-9a-f]{8}, coordinator [0-9a-f]{16}", told[0])
         assert re.fullmatch(rf"outer step \d+ of {last}, view \d+ of 2 peers", told[1])
         assert re.fullmatch(r"round \d+: [012] of 2 votes, 0 learners, 0 late", told[2])
         assert sorted(line.split()[0] for line in told[3:]) == sorted(peer.peer_id for peer in peers)
+        run.until_step(last // 4, *peers)
         coordinator.kill()
         before = max(event["outer_step"] for event in coordinator.events("commit_decided"))
         again = run.coordinator(*flags, folder=coordinator.directory)
@@ -145,19 +156,6 @@ def test_a_founder_that_is_killed_and_started_again_finds_its_run(tmp_path: Path
     assert len(audit.commits) > before + 5
 
 
-def _newest_checkpoint(peer: Process) -> int:
-    return max(event["outer_step"] for event in peer.events("checkpoint"))
-
-
-def _is_frozen_between_checkpoints(peer: Process) -> bool:
-    """Stop a peer, and let it go on unless it has committed one or two outer steps since its newest checkpoint."""
-    peer.signal(signal.SIGSTOP)
-    if _newest_checkpoint(peer) < peer.step < _newest_checkpoint(peer) + 3:
-        return True
-    peer.signal(signal.SIGCONT)
-    return False
-
-
 def test_a_peer_that_is_killed_comes_back_from_its_disk_and_fetches_only_what_it_missed(tmp_path: Path) -> None:
     with running(tmp_path) as run:
         flags = ["--peers", "2", "--min-peers", "2", "--outer-steps", str(OPEN_END), "--checkpoint.every", "4"]
@@ -165,13 +163,13 @@ def test_a_peer_that_is_killed_comes_back_from_its_disk_and_fetches_only_what_it
         run.wait_for_ticket()
         peer = run.join()
         run.until("checkpoint", lambda: len(peer.events("checkpoint")) >= 2)
-        run.until("a commit after the newest checkpoint", lambda: _is_frozen_between_checkpoints(peer))
+        run.until("a commit after the newest checkpoint", lambda: is_frozen_between_checkpoints(peer))
         peer.kill()
-        kept = _newest_checkpoint(peer)
+        kept = newest_checkpoint(peer)
         num_parameters = peer.events("started")[0]["num_parameters"]
-        num_catch_ups = len(peer.events("catch_up"))
+        num_catch_ups, num_joins = len(peer.events("catch_up")), len(peer.events("join"))
         again = run.join(folder=peer.directory)
-        run.until("membership", lambda: len(again.events("join")) == 2)
+        run.until("membership", lambda: len(again.events("join")) > num_joins)
         joined = again.events("join")[-1]["outer_step"]
         run.until_step(joined + 3, founder, again)
         run.leave_all()

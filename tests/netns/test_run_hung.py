@@ -37,8 +37,9 @@ DELAY_MS = 25.0
 SETTLED_S = 30.0
 """After a hang: by then the others are to be as fast as if the hung peer had never been there."""
 WINDOW_S = 5.0
-BESIDE = 0.9
-"""Of what three healthy peers do. With a wait in every round it was 0.1 to 0.25."""
+BESIDE = 0.5
+"""Of what three healthy peers do: 0.9 and more on a quiet machine, and other tests run beside this one. With a wait in
+every round it was 0.1 to 0.25."""
 
 
 def test_a_hung_worker_costs_the_others_one_wait_and_is_replaced(tmp_path: Path) -> None:
@@ -59,7 +60,8 @@ def test_a_hung_worker_costs_the_others_one_wait_and_is_replaced(tmp_path: Path)
         hung_at = now_s()
         run.until("excuse", lambda: bool(late.events("excused")))
         beside = _fastest(run, founder, hung_at + SETTLED_S, windows=2)
-        views = [event["cause"] for event in founder.events("view_decided") if wall_s(event) > hung_at]
+        causes = [event["cause"] for event in founder.events("view_decided") if wall_s(event) > hung_at]
+        views = [cause for cause in causes if late.peer_id in cause]
         assert len(views) == 1, views
 
         run.until("other workers", lambda: bool(late.events("fault", kind="worker_hung")))
