@@ -82,6 +82,10 @@ class Stash:
         """Whether anything waits for a round of this view that is none of these."""
         return any(key.epoch == epoch and key not in but for key, *_ in self._frames)
 
+    def holds_beside(self, key: RoundKey) -> bool:
+        """Whether anything waits for another round of this outer step."""
+        return any(_are_beside(key, other) for other, *_ in self._frames)
+
     def drop_before(self, epoch: Epoch) -> int:
         """Forget frames of older views; return how many."""
         names = [name for name in self._frames if name[0].epoch < epoch]
@@ -186,6 +190,8 @@ class Engine:
         self._announced.pop(round_.key, None)
         self.rounds[round_.key] = round_
         round_.start()
+        if round_.comes_first and any(stash.holds_beside(round_.key) for stash in self._stashes.values()):
+            round_.machine.is_under_way = True
         for bundle in round_.bundles:
             stash = self._stashes.get(bundle.peer) if bundle is not None else None
             if bundle is None or stash is None:
@@ -306,11 +312,7 @@ class Engine:
 
     def _beside(self, key: RoundKey) -> list[RunningRound]:
         """Other rounds of its outer step."""
-        return [
-            round_
-            for other, round_ in self.rounds.items()
-            if (other.epoch, other.outer_step) == (key.epoch, key.outer_step) and other != key
-        ]
+        return [round_ for other, round_ in self.rounds.items() if _are_beside(key, other)]
 
     def _rounds_with(self, bundle: Bundle) -> list[tuple[RunningRound, int]]:
         found = [(round_, round_.rank_of(bundle)) for round_ in self.rounds.values() if not round_.is_done]
@@ -320,6 +322,10 @@ class Engine:
         if peer not in self._stashes:
             self._stashes[peer] = Stash(max_frames=self._max_frames, max_nbytes=self._max_nbytes)
         return self._stashes[peer]
+
+
+def _are_beside(key: RoundKey, other: RoundKey) -> bool:
+    return (other.epoch, other.outer_step) == (key.epoch, key.outer_step) and other.fragment != key.fragment
 
 
 def _spends_credit(round_: RunningRound) -> bool:

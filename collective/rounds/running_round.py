@@ -274,9 +274,9 @@ class RunningRound:
         """What has to move between us and this member until the round can end, at most."""
         return self._chunk_nbytes * (self.machine.num_missing(rank) + self._outbox.num_unsent_to(rank))
 
-    def suspect(self, ranks: Sequence[int], cause: str) -> None:
+    def suspect(self, ranks: Sequence[int], cause: str, *, are_absent: bool = False) -> None:
         """Give up because of these members, and say so to the others."""
-        self.give_up(self.findings.suspects(ranks, cause))
+        self.give_up(self.findings.suspects(ranks, cause, are_absent=are_absent))
 
     def give_up(self, error: Exception) -> None:
         """Fail, and tell the others so that they need not find out by themselves."""

@@ -61,12 +61,18 @@ class Slowness:
             self._num_missing, self._idle_s = self._round.num_missing, 0.0
 
     def culprits(self, *, share: float = 1.0) -> list[int]:
-        """Ranks that are too slow by themselves, or will be soon, at this share of the limits."""
+        """Ranks that have come and are too slow by themselves, or will be soon, at this share of the limits."""
+        owing = [rank for rank in self._round.owing() if self._round.machine.has_opened(rank)]
         if self.is_overdue(share=share):
-            return self._round.owing()
+            return owing
         if self.open_s <= share * self._limits.floor_s:
             return []
-        return [rank for rank in self._round.owing() if self._is_hopeless(rank)]
+        return [rank for rank in owing if self._is_hopeless(rank)]
+
+    def absent(self) -> list[int]:
+        """Ranks that have not come although the round has been under way for too long."""
+        waiting = self._round.machine.waiting_for() if self.is_overdue() else ()
+        return [rank for rank in waiting if not self._round.machine.has_opened(rank)]
 
     def is_overdue(self, *, share: float = 1.0) -> bool:
         """Whether the round has lasted too long, whoever is to blame."""

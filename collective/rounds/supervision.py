@@ -126,6 +126,9 @@ def _end_if_slow(round_: RunningRound, slowness: Slowness, times: RoundTimes) ->
     ranks = slowness.culprits()
     if ranks:
         round_.suspect(ranks, f"too slow: not done {slowness.open_s:.0f} s after all had come")
+    elif ranks := slowness.absent():
+        cause = f"has not come, {slowness.open_s:.0f} s after it must have come to others"
+        round_.suspect(ranks, cause, are_absent=True)
     elif slowness.is_overdue():
         ranks = list(round_.machine.waiting_for())
         round_.hold_up(f"not done {slowness.open_s:.0f} s after all had come")

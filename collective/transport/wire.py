@@ -24,7 +24,7 @@ import xxhash
 from isthmus.collective.core.types import Epoch, OuterStep, RoundKey
 from isthmus.collective.errors import ConnectionLost, PayloadCorrupted, RemoteProtocolError, StreamBroken
 
-PROTOCOL_VERSION = 8
+PROTOCOL_VERSION = 9
 """Of what is sent, and of what methods make of it by default: peers of which each made something else never agree."""
 MAGIC = b"IS"
 HEADER_NBYTES = 48
