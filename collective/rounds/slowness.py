@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether an open round is too slow, and because of whom.
+"""Whether a round that all have come to is too slow, and because of whom.
 
 Who owes what depends on nobody else is too slow by our own finding. Where all such things are here and sums are
 missing, it is not known whether the member that owes them keeps them back or waits for a third one. Then this member
@@ -7,6 +7,7 @@ gives up, says for whom it waits, and asks the others: whoever waits for a third
 finding (findings.py).
 """
 
+import math
 from collections.abc import Mapping
 
 from isthmus.collective.core.round_times import SlowLimits, is_hopeless
@@ -22,7 +23,7 @@ class Slowness:
         round_: which.
         bundles: by rank.
         limits: when what is too slow.
-        limit_s: how long this round may take, once it is open; infinite: such rounds are not known.
+        limit_s: how long this round may take, once all have come; infinite: such rounds are not known.
         deadline_s: of the round anyway.
     """
 
@@ -76,7 +77,7 @@ class Slowness:
 
     def is_overdue(self, *, share: float = 1.0) -> bool:
         """Whether the round has lasted too long, whoever is to blame."""
-        if self._limit_s < self._deadline_s:
+        if self._limit_s < math.inf:
             return self.open_s > share * self._limit_s
         return self._idle_s > share * self._limits.unknown_s
 
@@ -85,7 +86,7 @@ class Slowness:
 
         By itself it may still be computing; see `Findings.heard`.
         """
-        limit_s = self._limit_s if self._limit_s < self._deadline_s else self._limits.unknown_s
+        limit_s = self._limit_s if self._limit_s < math.inf else self._limits.unknown_s
         return not self._round.machine.is_under_way and self._posted_s > share * limit_s
 
     def _is_hopeless(self, rank: int) -> bool:
