@@ -13,6 +13,7 @@ import pytest
 from isthmus.elastic.core.records import ViewRecord
 from tests.multiprocess.run_harness import (
     LEFT,
+    NEVER_LATE,
     OPEN_END,
     Audit,
     Process,
@@ -76,7 +77,7 @@ def test_a_founder_that_has_resumed_its_folder_and_is_killed_goes_on_when_its_co
     tmp_path: Path,
 ) -> None:
     with running(tmp_path) as run:
-        flags = ("--checkpoint.every", "2", "--outer-steps", str(OPEN_END))
+        flags = ("--checkpoint.every", "2", "--outer-steps", str(OPEN_END), *NEVER_LATE)
         before = run.found(*flags)
         run.until("checkpoint", lambda: len(before.events("checkpoint")) > 1)
         before.kill()
@@ -93,7 +94,7 @@ def test_a_founder_that_has_resumed_its_folder_and_is_killed_goes_on_when_its_co
             process.signal(signal.SIGINT)
         assert run.until_ended(joiner) == [LEFT]
         assert run.until_ended(again) == [LEFT]
-    assert not joiner.events("learner"), "it has found its run again"
+    assert len(joiner.events("join")) == 1, "it has found its run again"
     assert [path.name for path in before.directory.glob("lineage-*")] == ["lineage-1"]
 
 
