@@ -39,24 +39,16 @@ class OperationAborted(CollectiveError):
     `suspects` are the peers that broke or fell silent, possibly none (a newer view, a cancelled caller).
     `told_by` is the member that gave up first and named them; None if this peer has found them itself. If nobody is
     named and the round took too long, it is the member that this one waits for.
-    `are_absent`: the suspects have not come to the round, as far as this peer can see, though others say that all have.
     """
 
     def __init__(
-        self,
-        key: RoundKey,
-        cause: str,
-        suspects: Sequence[PeerId] = (),
-        told_by: PeerId | None = None,
-        *,
-        are_absent: bool = False,
+        self, key: RoundKey, cause: str, suspects: Sequence[PeerId] = (), told_by: PeerId | None = None
     ) -> None:
         super().__init__(f"round {key.epoch}/{key.outer_step}/{key.fragment} aborted: {cause}")
         self.key = key
         self.cause = cause
         self.suspects = tuple(suspects)
         self.told_by = told_by
-        self.are_absent = are_absent
 
 
 class ConnectionLost(CollectiveError):

@@ -88,8 +88,6 @@ class RoundMachine:
         self._opened = [other == rank for other in range(world_size)]
         self.num_unopened = len(self._others)
         """Members that are not known to have posted the round."""
-        self.is_under_way = not self._others
-        """Whether all have posted it, as we know or must conclude: there is a result that holds the parts of all."""
         self._untold = sum(1 << other for other in self._others)  # bit r: the OPEN of rank r itself is not here yet
         self._sent_early = [0] * world_size
         self._waiting: list[list[SendPart | SendResult]] = [[] for _ in range(world_size)]
@@ -259,7 +257,6 @@ class RoundMachine:
         if route.up[self.rank] != NOBODY and not self._is_handed_up[chunk]:
             raise ChunkRefused(rank, chunk, "result of a chunk before our part to it")
         self._open(rank, effects)
-        self.is_under_way |= route.is_reduced
         if self._is_done[chunk]:
             return
         self._is_done[chunk] = 1
@@ -293,7 +290,6 @@ class RoundMachine:
             return
         self._opened[rank] = True
         self.num_unopened -= 1
-        self.is_under_way |= not self.num_unopened
         waiting, self._waiting[rank] = self._waiting[rank], []
         effects.extend(waiting)
         if not self.num_unopened:

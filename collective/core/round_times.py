@@ -7,8 +7,8 @@ parts byte by byte, or keeps back the sums that it owes. Before, such a round la
 Rules: a round is compared with earlier ones of the same members and at least half its size, by the middle of these: one
 slow round allows no second one. Without such rounds nothing is known, as with a newcomer, whose line may be slow: then
 only what could not end before the deadline anyway is given up early. A member because of which a round took too long is
-given twice as long in the next: lines may become slow, and then rounds go on at their pace. Every round that ends in
-time takes one doubling back. No time in here.
+given twice as long in the next: lines may become slow, and then rounds go on at their pace. A round with it, of at
+least half the size, that needed no such doubling takes one back. No time in here.
 """
 
 import math
@@ -30,17 +30,27 @@ class SlowLimits:
     """When a round that moves is too slow."""
 
     floor_s: float = 20.0
-    """No round is too slow before that."""
+    """No round is too slow before that, and nobody who has owed something for less than half of it."""
     factor: float = 10.0
     """It may take so many times what is usual."""
     hopeless: float = 2.0
     """Or is given up if, at the rate until now, it would take so many times the deadline."""
     unknown_s: float = 120.0
-    """Where nothing is known, a round in which nothing came for so long is too slow, though nobody stands still."""
+    """Where nothing is known, a round in which no chunk came or went for so long is too slow."""
 
     def __post_init__(self) -> None:
         if min(self.floor_s, self.factor, self.hopeless, self.unknown_s) <= 0:
             raise ValueError(f"limits must be positive: {self}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoundLimit:
+    """How long a round may take."""
+
+    own_s: float
+    """Before we give it up; infinite if nothing is known."""
+    usual_s: float
+    """The same without doublings, which others may not have: by this we answer who gives it up before us."""
 
 
 class RoundTimes:
@@ -49,37 +59,38 @@ class RoundTimes:
     def __init__(self, limits: SlowLimits) -> None:
         self._limits = limits
         self._rounds: deque[tuple[frozenset[PeerRef], int, float]] = deque(maxlen=_ROUNDS_KEPT)
-        self._doublings: dict[PeerRef, int] = {}
+        self._doublings: dict[PeerRef, tuple[int, int]] = {}  # how many, and of how large a round
 
-    def limit_s(self, members: Collection[PeerRef], nbytes: int) -> float:
-        """How long a round of these members, with so many bytes, may take; infinite if nothing is known."""
-        return self._base_s(members, nbytes) * 2.0 ** max(map(self._num_doublings, members), default=0)
+    def limit(self, members: Collection[PeerRef], nbytes: int) -> RoundLimit:
+        """How long a round of these members, with so many bytes, may take."""
+        usual_s = self._usual_limit_s(members, nbytes)
+        return RoundLimit(own_s=usual_s * 2.0 ** max(map(self._num_doublings, members), default=0), usual_s=usual_s)
 
     def took(self, members: Collection[PeerRef], nbytes: int, seconds: float) -> None:
         """A round of these members has ended well."""
-        base_s = self._base_s(members, nbytes)
+        usual_s = self._usual_limit_s(members, nbytes)
         self._rounds.append((frozenset(members), nbytes, seconds))
         for member in members:
-            doublings = self._num_doublings(member)
-            if doublings and seconds <= base_s * 2.0 ** (doublings - 1):
-                self._doublings[member] = doublings - 1
+            doublings, of_nbytes = self._doublings.get(member, (0, 0))
+            if doublings and 2 * nbytes >= of_nbytes and seconds <= usual_s * 2.0 ** (doublings - 1):
+                self._doublings[member] = doublings - 1, of_nbytes
 
-    def too_slow(self, members: Iterable[PeerRef]) -> None:
+    def too_slow(self, members: Iterable[PeerRef], nbytes: int) -> None:
         """A round was given up because of these."""
         for member in members:
             doublings = min(self._num_doublings(member) + 1, _MOST_DOUBLINGS)
             self._doublings.pop(member, None)
-            self._doublings[member] = doublings
+            self._doublings[member] = doublings, nbytes
         while len(self._doublings) > _PEERS_KEPT:
             del self._doublings[next(iter(self._doublings))]
 
-    def _base_s(self, members: Collection[PeerRef], nbytes: int) -> float:
+    def _usual_limit_s(self, members: Collection[PeerRef], nbytes: int) -> float:
         present = frozenset(members)
         alike = [seconds for others, size, seconds in self._rounds if present <= others and 2 * size >= nbytes]
         return max(self._limits.floor_s, self._limits.factor * statistics.median(alike)) if alike else math.inf
 
     def _num_doublings(self, member: PeerRef) -> int:
-        return self._doublings.get(member, 0)
+        return self._doublings.get(member, (0, 0))[0]
 
 
 def is_hopeless(limits: SlowLimits, *, moved: int, left: int, seconds: float, deadline_s: float) -> bool:
@@ -87,9 +98,9 @@ def is_hopeless(limits: SlowLimits, *, moved: int, left: int, seconds: float, de
 
     Args:
         limits: when that may be said.
-        moved: bytes.
-        left: bytes, at most.
-        seconds: since the round was open.
+        moved: bytes, or chunks.
+        left: the same, at most.
+        seconds: in which it moved.
         deadline_s: of the round.
     """
     return seconds * (moved + left) > limits.hopeless * deadline_s * moved

@@ -82,10 +82,6 @@ class Stash:
         """Whether anything waits for a round of this view that is none of these."""
         return any(key.epoch == epoch and key not in but for key, *_ in self._frames)
 
-    def holds_beside(self, key: RoundKey) -> bool:
-        """Whether anything waits for another round of this outer step."""
-        return any(_are_beside(key, other) for other, *_ in self._frames)
-
     def drop_before(self, epoch: Epoch) -> int:
         """Forget frames of older views; return how many."""
         names = [name for name in self._frames if name[0].epoch < epoch]
@@ -190,8 +186,6 @@ class Engine:
         self._announced.pop(round_.key, None)
         self.rounds[round_.key] = round_
         round_.start()
-        if round_.comes_first and any(stash.holds_beside(round_.key) for stash in self._stashes.values()):
-            round_.machine.is_under_way = True
         for bundle in round_.bundles:
             stash = self._stashes.get(bundle.peer) if bundle is not None else None
             if bundle is None or stash is None:
@@ -219,9 +213,6 @@ class Engine:
             if key.epoch == self.fence.epoch:
                 # Others may hold its chunks back until the next view: what they were lent is free for no other round.
                 self._num_spent += _spends_credit(round_) and not round_.has_told
-        if round_.error is None:
-            for other in self._beside(key):
-                other.machine.is_under_way = True  # who has come to one round of an outer step comes to all
         ended = abort_payload_of(round_.error, round_.members[round_.rank].peer_id)
         self._closed_keys[key] = (round_.rank, ended)
         if len(self._closed_keys) > _CLOSED_KEYS_KEPT:
@@ -258,8 +249,6 @@ class Engine:
             self._deliver(bundle, frame)
         else:
             is_new = self._stash_of(bundle.peer).put(frame)
-            for round_ in self._beside(header.key):
-                round_.machine.is_under_way |= round_.comes_first  # there it has ended
             if header.type in CHUNKS:
                 bundle.moving.came(header.payload_nbytes, is_needed=is_new)
 
@@ -310,10 +299,6 @@ class Engine:
         bundle.notices.append(Notice(pack(header, payload), payload))
         bundle.wake()
 
-    def _beside(self, key: RoundKey) -> list[RunningRound]:
-        """Other rounds of its outer step."""
-        return [round_ for other, round_ in self.rounds.items() if _are_beside(key, other)]
-
     def _rounds_with(self, bundle: Bundle) -> list[tuple[RunningRound, int]]:
         found = [(round_, round_.rank_of(bundle)) for round_ in self.rounds.values() if not round_.is_done]
         return [(round_, rank) for round_, rank in found if rank is not None]
@@ -322,10 +307,6 @@ class Engine:
         if peer not in self._stashes:
             self._stashes[peer] = Stash(max_frames=self._max_frames, max_nbytes=self._max_nbytes)
         return self._stashes[peer]
-
-
-def _are_beside(key: RoundKey, other: RoundKey) -> bool:
-    return (other.epoch, other.outer_step) == (key.epoch, key.outer_step) and other.fragment != key.fragment
 
 
 def _spends_credit(round_: RunningRound) -> bool:

@@ -29,9 +29,9 @@ class Findings:
         self.is_overdue_soon = False
         """Whether we would soon give up because it takes too long, whoever it waits for."""
 
-    def suspects(self, ranks: Sequence[int], cause: str, *, are_absent: bool = False) -> OperationAborted:
+    def suspects(self, ranks: Sequence[int], cause: str) -> OperationAborted:
         """These are why."""
-        return OperationAborted(self._machine.key, cause, self._names(ranks), are_absent=are_absent)
+        return OperationAborted(self._machine.key, cause, self._names(ranks))
 
     def overdue(self, cause: str) -> OperationAborted:
         """It takes too long, though nobody owes us what depends on nobody else.
@@ -56,14 +56,11 @@ class Findings:
         """It takes too long for a member to which all have come. Here it must take as long already.
 
         Else who says so at once would make us name members that have done nothing wrong. Who has not come here may
-        still be at work: that the coordinator knows.
+        still be at work, and is not named.
         """
         if self.doubted:
             return self.suspects(sorted(self.doubted), cause)
         waiting = self._machine.waiting_for() if self.is_overdue_soon else ()
-        absent = self._names([rank for rank in waiting if not self._machine.has_opened(rank)])
-        if absent:
-            return OperationAborted(self._machine.key, cause, absent, told_by=told_by, are_absent=True)
         return OperationAborted(self._machine.key, cause, told_by=self._names(waiting)[0] if waiting else told_by)
 
     def _names(self, ranks: Sequence[int]) -> list[PeerId]:

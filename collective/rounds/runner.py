@@ -83,7 +83,6 @@ class Runner:
             _pace(round_.bundles, None if operation.paces is None else operation.paces[rank])
             self._meter.paced_anew()
             if first is not None:
-                round_.comes_first = True
                 await self._announce(round_, first)
             if not round_.is_done:
                 self._engine.post(round_)

@@ -105,8 +105,6 @@ class RunningRound:
         self.is_done = False
         self.has_told = False
         """Whether the others have heard from us that it is over, and let go of what they held back for it."""
-        self.comes_first = False
-        """Whether a member that has posted another round of this outer step must have ended this one."""
         self.opened_at: Instant | None = None
         """When every member had posted the round, by the monotonic clock."""
         self.changed = asyncio.Event()
@@ -274,9 +272,9 @@ class RunningRound:
         """What has to move between us and this member until the round can end, at most."""
         return self._chunk_nbytes * (self.machine.num_missing(rank) + self._outbox.num_unsent_to(rank))
 
-    def suspect(self, ranks: Sequence[int], cause: str, *, are_absent: bool = False) -> None:
+    def suspect(self, ranks: Sequence[int], cause: str) -> None:
         """Give up because of these members, and say so to the others."""
-        self.give_up(self.findings.suspects(ranks, cause, are_absent=are_absent))
+        self.give_up(self.findings.suspects(ranks, cause))
 
     def give_up(self, error: Exception) -> None:
         """Fail, and tell the others so that they need not find out by themselves."""

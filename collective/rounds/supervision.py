@@ -11,6 +11,7 @@ and not hearsay. Whoever needs a broken connection repairs it from here, so ever
 """
 
 import asyncio
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from isthmus.collective.core.progress import ProgressWatch, StallLimits
@@ -63,8 +64,9 @@ async def supervise(
         if round_.is_done:
             return
     watches = {rank: (bundle, ProgressWatch(patience.stall, started)) for rank, bundle in bundles.items()}
-    limit_s = times.limit_s([member.ref for member in round_.members], round_.nbytes)
-    slowness = Slowness(round_, bundles, patience.slow, limit_s=limit_s, deadline_s=deadline_s)
+    limit = times.limit([member.ref for member in round_.members], round_.nbytes)
+    slowness = Slowness(round_, bundles, patience.slow, limit=limit, deadline_s=deadline_s)
+    slow: Sequence[int] = ()
     repairs: dict[int, asyncio.Task[None]] = {}
     broken_since: dict[int, tuple[Bundle, float]] = {}
     async with asyncio.TaskGroup() as tasks:
@@ -93,21 +95,27 @@ async def supervise(
                 for bundle, _ in watches.values():
                     bundle.give_sign()
             if now >= deadline:
-                round_.suspect(round_.owing(), f"not finished in {deadline_s:g} s")
+                cause = f"not finished in {deadline_s:g} s"
+                if owing := round_.owing():
+                    round_.suspect(owing, cause)
+                else:
+                    round_.hold_up(cause)
                 break
             # Signs of life come meanwhile all the same: a pause that is shorter than between two of them hides none.
             _observe(round_, watches, now, late_s if late_s > sign_every_s else 0.0)
-            slowness.observe(now, late_s)
+            slowness.observe(now, late_s if late_s > sign_every_s else 0.0)
             for cause, ranks in _found(round_, broken_since, watches, patience, now, share=1.0).items():
                 round_.suspect(ranks, cause)
-            _end_if_slow(round_, slowness, times)
             found = _found(round_, broken_since, watches, patience, now, share=_DOUBTFUL)
             found["too slow"] = slowness.culprits(share=_DOUBTFUL)
-            findings = round_.findings
-            findings.doubted = frozenset(rank for ranks in found.values() for rank in ranks)
-            findings.is_overdue_soon = slowness.is_overdue(share=_DOUBTFUL) or slowness.is_awaited(share=_DOUBTFUL)
+            round_.findings.doubted = frozenset(rank for ranks in found.values() for rank in ranks)
+            round_.findings.is_overdue_soon = slowness.is_overdue(share=_DOUBTFUL)
+            slow = found["too slow"] or (round_.machine.waiting_for() if round_.findings.is_overdue_soon else ())
+            _end_if_slow(round_, slowness)
         for task in repairs.values():
             task.cancel()
+    if round_.error is not None:
+        times.too_slow([round_.members[rank].ref for rank in slow], round_.nbytes)
 
 
 async def _next_look(round_: RunningRound, timeout_s: float) -> None:
@@ -120,19 +128,12 @@ async def _next_look(round_: RunningRound, timeout_s: float) -> None:
     round_.changed.clear()
 
 
-def _end_if_slow(round_: RunningRound, slowness: Slowness, times: RoundTimes) -> None:
-    if round_.is_done:
-        return
-    ranks = slowness.culprits()
-    if ranks:
-        round_.suspect(ranks, f"too slow: not done {slowness.open_s:.0f} s after all had come")
-    elif ranks := slowness.absent():
-        cause = f"has not come, {slowness.open_s:.0f} s after it must have come to others"
-        round_.suspect(ranks, cause, are_absent=True)
+def _end_if_slow(round_: RunningRound, slowness: Slowness) -> None:
+    culprits = slowness.culprits()
+    if culprits:
+        round_.suspect(culprits, f"too slow: not done {slowness.open_s:.0f} s after all had come")
     elif slowness.is_overdue():
-        ranks = list(round_.machine.waiting_for())
         round_.hold_up(f"not done {slowness.open_s:.0f} s after all had come")
-    times.too_slow(round_.members[rank].ref for rank in ranks)
 
 
 def _observe(

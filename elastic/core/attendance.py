@@ -7,8 +7,6 @@ Void words do not come here (peer_fence.py). What follows is decided by whoever 
 import math
 from typing import assert_never
 
-import msgspec
-
 from isthmus.collective.core.types import OuterStep, PeerRef
 from isthmus.elastic.core.certificate import ballot
 from isthmus.elastic.core.config import CoordinatorConfig
@@ -17,7 +15,6 @@ from isthmus.elastic.core.messages import Heartbeat, Join, LeaseGrant, LeaseRequ
 from isthmus.elastic.core.news import News
 from isthmus.elastic.core.open_round import OpenRound
 from isthmus.elastic.core.records import LeaseRecord
-from isthmus.elastic.core.roster import Roster
 from isthmus.elastic.core.sessions import Session
 from isthmus.elastic.core.turn import Turn
 from isthmus.elastic.core.views import Views
@@ -26,16 +23,8 @@ from isthmus.elastic.core.views import Views
 class Attendance:
     """Notes facts, and answers requests for samples."""
 
-    def __init__(
-        self,
-        config: CoordinatorConfig,
-        turn: Turn,
-        roster: Roster,
-        news: News,
-        views: Views,
-        open_round: OpenRound,
-    ) -> None:
-        self._config, self._state, self._turn, self._roster = config, turn.state, turn, roster
+    def __init__(self, config: CoordinatorConfig, turn: Turn, news: News, views: Views, open_round: OpenRound) -> None:
+        self._config, self._state, self._turn = config, turn.state, turn
         self._news, self._views, self._round = news, views, open_round
 
     def holds(self, session: Session, message: Join | Synced) -> None:
@@ -87,20 +76,9 @@ class Attendance:
                 if not self._round.vote(peer_id, message, now):
                     self._turn.counters["vote_after_failure"] += 1
             case RoundFailed():
-                self._round.report(peer_id, self._of_who_has_come(message), now)
+                self._round.report(peer_id, message, now)
             case _:
                 assert_never(message)
-
-    def _of_who_has_come(self, report: RoundFailed) -> RoundFailed:
-        """Whoever has not handed in is at work, and no suspect for not being in the round.
-
-        Else a member that says that all have come would make the others accuse one that is merely slow.
-        """
-        if not report.are_absent:
-            return report
-        sessions = self._roster.sessions
-        come = tuple(peer for peer in report.suspects if peer in sessions and sessions[peer].ready_at is not None)
-        return msgspec.structs.replace(report, suspects=come, told_by=None if come else report.told_by)
 
     def _is_signed(self, ref: PeerRef, vote: Vote) -> bool:
         """Without its signature a vote would make no certificate that anybody believes."""

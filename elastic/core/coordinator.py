@@ -89,7 +89,7 @@ class CoordinatorMachine:
         self._fence = PeerFence(turn, news, holders)
         self._proofs = Proofs(config, turn)
         self._reception = Reception(config, turn, roster, news, views)
-        self._attendance = Attendance(config, turn, roster, news, views, open_round)
+        self._attendance = Attendance(config, turn, news, views, open_round)
         # - Who decides
         self._doorkeeper = Doorkeeper(config, turn, roster, views)
         self._watch = Watch(config, turn, roster, views, open_round, pauses)

@@ -196,14 +196,13 @@ class ExchangeDone:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExchangeFailed:
-    """The exchange cannot finish in this view; the payload is untouched. The rest: see `RoundFailed`."""
+    """The exchange cannot finish in this view; the payload is untouched. `told_by`, `differs`: see `RoundFailed`."""
 
     key: RoundKey
     suspects: tuple[PeerId, ...]
     cause: str
     told_by: PeerId | None = None
     differs: bool = False
-    are_absent: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -94,7 +94,6 @@ class LocalRound:
                     cause=event.cause[:512],
                     told_by=event.told_by,
                     differs=event.differs,
-                    are_absent=event.are_absent,
                 )
         return True
 

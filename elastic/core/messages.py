@@ -109,10 +109,8 @@ class Vote(_Message, frozen=True, kw_only=True):
 class RoundFailed(_Message, frozen=True, kw_only=True):
     """The exchange of this round cannot finish here. `suspects` are the peers that fell silent, if any.
 
-    `told_by` is the member that gave up first and named these suspects; None if the sender has found them itself. If
-    nobody is named and the round took too long, it is the member that the sender waits for.
+    `told_by` is the member that gave up first and named these suspects; None if the sender has found them itself.
     `differs`: the suspect planned this round otherwise than the sender, and both may be honest.
-    `are_absent`: the suspects have not come to the round, as the sender sees it, though others say that all have.
     """
 
     key: RoundKey
@@ -120,7 +118,6 @@ class RoundFailed(_Message, frozen=True, kw_only=True):
     cause: Reason
     told_by: PeerId | None = None
     differs: bool = False
-    are_absent: bool = False
 
 
 class Leave(_Message, frozen=True, kw_only=True):

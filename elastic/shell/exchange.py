@@ -202,17 +202,7 @@ class RunningExchange:
             told_by = error.told_by if isinstance(error, OperationAborted | PlanMismatch) else None
             self._observe(told.RoundBroke(**told.round_fields(key), suspects=suspects, cause=cause))
             differs = isinstance(error, PlanMismatch) and told_by is None
-            are_absent = isinstance(error, OperationAborted) and error.are_absent
-            self._done(
-                ExchangeFailed(
-                    key=key,
-                    suspects=suspects,
-                    cause=cause,
-                    told_by=told_by,
-                    differs=differs,
-                    are_absent=are_absent,
-                )
-            )
+            self._done(ExchangeFailed(key=key, suspects=suspects, cause=cause, told_by=told_by, differs=differs))
 
 
 def _suspects(error: CollectiveError) -> tuple[PeerId, ...]:

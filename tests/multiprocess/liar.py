@@ -27,7 +27,6 @@ Of these, each is told only while there is a file `mute` in its folder:
     padding      it sends bytes without meaning instead of its parts
     trickle      its lines carry 80 bytes a second each (join it with --max-upload, which may be high)
     withhold     it gives none of the sums that it owes
-    away         it takes part in rounds with all others but one
     miser        it serves the state to nobody
     epoch        it names the highest epoch that a run may reach whenever it joins
 
@@ -68,7 +67,6 @@ AT_TIMES: dict[str, Callable[[Callable[[], bool]], None]] = {
     "padding": on_the_wire.pad_instead_of_parts,
     "trickle": on_the_wire.send_byte_by_byte,
     "withhold": on_the_wire.withhold_sums,
-    "away": on_the_wire.stay_away_from_one,
     "miser": in_words.serve_nobody,
     "epoch": in_words.join_with_the_highest_epoch,
 }

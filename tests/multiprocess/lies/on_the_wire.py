@@ -180,28 +180,13 @@ def send_byte_by_byte(is_meant: Callable[[], bool]) -> None:
 
 def withhold_sums(is_meant: Callable[[], bool]) -> None:
     """While it is meant, take the others' parts and give none of the sums that are made of them."""
-    from isthmus.collective.transport.wire import FrameType
-
-    _keep_back(lambda _, frame_type, __: frame_type is FrameType.RESULT and is_meant())
-
-
-def stay_away_from_one(is_meant: Callable[[], bool]) -> None:
-    """While it is meant, be in rounds with all others but one, which cannot know that they have begun."""
-    _keep_back(lambda outbox, _, to: to == (0 if outbox.rank else 1) and is_meant())
-
-
-def _keep_back(is_kept: Callable[[Any, Any, int], bool]) -> None:
     from isthmus.collective.rounds.outbox import Outbox
     from isthmus.collective.transport.wire import FrameType
 
-    put_chunk, put_open = Outbox.put_chunk, Outbox.put_open
+    put_chunk = Outbox.put_chunk
 
-    def chunk(self: Outbox, frame_type: FrameType, to: int, chunk: int) -> None:
-        if not is_kept(self, frame_type, to):
+    def withhold(self: Outbox, frame_type: FrameType, to: int, chunk: int) -> None:
+        if frame_type is not FrameType.RESULT or not is_meant():
             put_chunk(self, frame_type, to, chunk)
 
-    def opening(self: Outbox, to: int) -> None:
-        if not is_kept(self, FrameType.OPEN, to):
-            put_open(self, to)
-
-    Outbox.put_chunk, Outbox.put_open = chunk, opening  # type: ignore[method-assign]
+    Outbox.put_chunk = withhold  # type: ignore[method-assign]

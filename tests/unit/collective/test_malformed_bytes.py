@@ -86,7 +86,9 @@ BEFORE_HELLO = {
     "a web browser": Case("plain", b"GET / HTTP/1.1\r\nHost: x\r\nAccept: */*\r\nUser-Agent: y\r\n\r\n", "wrong magic"),
     "zeros": Case("plain", bytes(48), "wrong magic"),
     "another magic": Case("plain", b"XX" + hello_frame()[2:], "wrong magic"),
-    "another version of the frame": Case("plain", with_byte(hello_frame(), 2, 9), "wrong protocol version"),
+    "another version of the frame": Case(
+        "plain", with_byte(hello_frame(), 2, PROTOCOL_VERSION + 1), "wrong protocol version"
+    ),
     "an unknown type": Case("plain", with_byte(hello_frame(), 3, 99), "unknown frame type"),
     "control before hello": Case("plain", frame(FrameType.CONTROL, b"hi"), "frame type not allowed here"),
     "a reply before hello": Case("plain", frame(FrameType.HELLO_REPLY, b"hi"), "frame type not allowed here"),
@@ -104,7 +106,7 @@ BEFORE_HELLO = {
     "a long credential": Case("plain", hello_frame(credential=bytes(2049)), "malformed Hello"),
     "an unknown purpose": Case("plain", hello_frame(purpose="root"), "malformed Hello"),
     "a stream out of range": Case("plain", hello_frame(stream=64), "malformed Hello"),
-    "another protocol in a sound hello": Case("plain", hello_frame(protocol_version=9), "refused"),
+    "another protocol in a sound hello": Case("plain", hello_frame(protocol_version=PROTOCOL_VERSION + 1), "refused"),
     "a purpose that nobody serves": Case("plain", hello_frame(purpose="admission"), "refused"),
     "half a hello": Case("plain", hello_frame()[:50], "closed before hello", hangs_up=True),
     "half a hello and silence": Case("plain", hello_frame()[:50], "no hello in time"),
@@ -123,7 +125,7 @@ def behind_hello(purpose, other):
     own = {Purpose.CONTROL: FrameType.CONTROL, Purpose.STATE: FrameType.STATE_REQUEST}.get(purpose, FrameType.OPEN)
     cases = {
         "noise": (bytes(range(255, -1, -1)), "wrong magic"),
-        "another version": (with_byte(frame(own, b"hi"), 2, 9), "wrong protocol version"),
+        "another version": (with_byte(frame(own, b"hi"), 2, PROTOCOL_VERSION + 1), "wrong protocol version"),
         "an unknown type": (with_byte(frame(own, b"hi"), 3, 99), "unknown frame type"),
         "a second hello": (frame(FrameType.HELLO, b"hi"), "frame type not allowed here"),
         "a frame of another purpose": (frame(other, b"hi"), "frame type not allowed here"),

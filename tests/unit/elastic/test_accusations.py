@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Members that say that rounds cannot be finished: of others, of themselves, or that somebody told them so."""
 
-from isthmus.elastic.core.messages import Evicted, Heartbeat, Refused, RoundFailed
+from isthmus.elastic.core.messages import Evicted, Refused, RoundFailed
 from tests.unit.elastic.machines import CoordinatorDriver, key, ref
 
 
@@ -236,46 +236,3 @@ def test_the_first_time_a_blamed_member_is_back_at_the_next_boundary_and_then_st
             rest(driver)
         pauses.append(commits_until_back(driver, 4))
     assert pauses == [1, 2, 4, 8, 16]
-
-
-# ------------------------------------------------------------------------ members that have not come to a round
-
-
-def hands_in(driver: CoordinatorDriver, number: int) -> None:
-    state = driver.machine.state
-    beat = Heartbeat(epoch=state.epoch, outer_step=state.outer_step, progress=1, blocked=True, ready=True)
-    driver.says(number, beat)
-
-
-def misses(driver: CoordinatorDriver, number: int, absent: int, by: int) -> None:
-    """A member says that another one has not come, though a third one says that all have."""
-    current = driver.machine.state.view
-    report = RoundFailed(
-        key=key(current.epoch, current.outer_step),
-        suspects=(ref(absent).peer_id,),
-        cause="overdue",
-        told_by=ref(by).peer_id,
-        are_absent=True,
-    )
-    driver.says(number, report)
-
-
-def test_who_has_handed_in_and_comes_to_one_other_alone_goes() -> None:
-    driver = CoordinatorDriver().with_veterans(1, 2, 3, 4)
-    for _ in range(2):
-        hands_in(driver, 4)
-        was_told(driver, 3, by=1)  # it waits for the two that cannot begin
-        for number in (1, 2):
-            misses(driver, number, 4, by=3)
-        rest(driver)
-    assert driver.member_numbers() == [1, 2, 3]
-
-
-def test_who_says_too_early_that_all_have_come_puts_nobody_out_that_is_still_at_work() -> None:
-    driver = CoordinatorDriver().with_veterans(1, 2, 3, 4)
-    for _ in range(4):
-        was_told(driver, 3, by=1)
-        for number in (1, 2):
-            misses(driver, number, 4, by=3)
-        rest(driver)
-        assert 4 in driver.member_numbers()
