@@ -6,7 +6,7 @@ parts byte by byte, or keeps back the sums that it owes. Before, such a round la
 
 Rules: a round is compared with earlier ones of the same members and at least half its size, by the middle of these: one
 slow round allows no second one. Without such rounds nothing is known, as with a newcomer, whose line may be slow: then
-only what could not end before the deadline anyway is given up early. A member because of which a round took too long is
+only what would take many times the deadline is given up early. A member because of which a round took too long is
 given twice as long in the next: lines may become slow, and then rounds go on at their pace. A round with it, of at
 least half the size, that needed no such doubling takes one back. No time in here.
 """
@@ -33,8 +33,9 @@ class SlowLimits:
     """No round is too slow before that, and nobody who has owed something for less than half of it."""
     factor: float = 10.0
     """It may take so many times what is usual."""
-    hopeless: float = 2.0
-    """Or is given up if, at the rate until now, it would take so many times the deadline."""
+    hopeless: float = 8.0
+    """Or is given up if, at the rate until now, it would take so many times the deadline. What is left is counted as it
+    lies in memory, and some of it travels in an eighth of that."""
     unknown_s: float = 120.0
     """Where nothing is known, a round in which no chunk came or went for so long is too slow."""
 
