@@ -102,19 +102,19 @@ def test_file_that_is_no_certificate_is_an_error_at_once(tmp_path: Path) -> None
 def guarded(tmp_path: Path) -> Iterator[Cluster]:
     """An etcd with users: `isthmus` may write what it needs to, and nobody may do anything without a name."""
     with etcd_nodes(tmp_path, 1, flags=["--auth-token", "simple"]) as cluster:
-        client = EtcdClient(cluster.access)
         everything = {"permType": "READWRITE", "key": b"/isthmus/", "range_end": b"/isthmus0"}
-        for path, request in (
-            ("auth/user/add", {"name": "root", "password": "r"}),
-            ("auth/user/grant", {"user": "root", "role": "root"}),
-            ("auth/user/add", {"name": "isthmus", "password": "secret"}),
-            ("auth/role/add", {"name": "writer"}),
-            ("auth/role/grant", {"name": "writer", "perm": everything}),
-            ("auth/user/grant", {"user": "isthmus", "role": "writer"}),
-            ("auth/enable", {}),
-        ):
-            client.call(path, request, Done, timeout_s=10.0)
-        client.close()
+        with contextlib.closing(EtcdClient(cluster.access)) as client:
+            for path, request in (
+                ("auth/user/add", {"name": "root", "password": "r"}),
+                ("auth/user/grant", {"user": "root", "role": "root"}),
+                ("auth/user/add", {"name": "isthmus", "password": "secret"}),
+                ("auth/role/add", {"name": "writer"}),
+                ("auth/role/grant", {"name": "writer", "perm": everything}),
+                ("auth/user/grant", {"user": "isthmus", "role": "writer"}),
+                ("auth/enable", {}),
+            ):
+                # One attempt: on a busy machine it takes a while, and nobody can be added twice.
+                client.call(path, request, Done, timeout_s=30.0, attempt_s=30.0)
         yield cluster
 
 
