@@ -94,7 +94,7 @@ class Coordinators:
 
     def ask(self, path: str, request: Request) -> None:
         with contextlib.closing(EtcdClient(self.cluster.access)) as client:
-            client.call(path, request, Done, timeout_s=10.0)
+            client.call(path, request, Done, timeout_s=10.0, attempt_s=10.0)  # a lease ends once
 
     def close(self) -> None:
         for store in self.stores:
