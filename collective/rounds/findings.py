@@ -18,12 +18,11 @@ class Findings:
 
     Args:
         members: of the round, by rank.
-        rank: our place among them.
         machine: knows who is waited for.
     """
 
-    def __init__(self, members: Sequence[Member], rank: int, machine: RoundMachine) -> None:
-        self._members, self._rank, self._machine = members, rank, machine
+    def __init__(self, members: Sequence[Member], machine: RoundMachine) -> None:
+        self._members, self._machine = members, machine
         self.doubted: frozenset[int] = frozenset()
         """Ranks that we would soon give up because of, whatever others say."""
         self.is_overdue_soon = False
@@ -36,7 +35,7 @@ class Findings:
     def overdue(self, cause: str) -> OperationAborted:
         """It takes too long, though nobody owes us what depends on nobody else.
 
-        Whom we wait for counts as having told us, unless it says itself for whom it waits.
+        The member that we wait for counts as having told us, unless that member says itself for whom it waits.
         """
         waiting = self._names(self._machine.waiting_for())
         return OperationAborted(self._machine.key, cause, told_by=waiting[0] if waiting else None)

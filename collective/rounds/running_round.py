@@ -124,7 +124,7 @@ class RunningRound:
             eager_chunks=eager_chunks,
             apart=apart,
         )
-        self.findings = Findings(self.members, rank, self.machine)
+        self.findings = Findings(self.members, self.machine)
         self._plan = plan
         self._terms = terms
         self._plan_hash = terms.hash32

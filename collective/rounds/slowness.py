@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Whether a round that all have come to is too slow, and because of whom.
 
-Who has owed for long what depends on nobody else is too slow by our own finding. Where all such things are here and
-sums are missing, it is not known whether the member that owes them keeps them back or waits for a third one. Then this
-member gives up, says for whom it waits, and asks the others: whoever waits for a third one's own part says so by its
-own finding (findings.py).
+A member that has owed us its own part for long is too slow by our own finding. If only sums are missing, we do not
+know whether the member that makes them keeps them back, or waits for the part of a third member. Then we give up, say
+for whom we wait, and ask the others. A member that waits for the part of a third one names that one (findings.py).
 """
 
 import math
