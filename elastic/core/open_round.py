@@ -11,7 +11,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from isthmus.collective.core.apart import are_apart
-from isthmus.collective.core.types import Instant, OuterStep, PeerId, RoundKey, View
+from isthmus.collective.core.types import Instant, OuterStep, PeerId, PeerRef, RoundKey, View
 from isthmus.elastic.core.config import CoordinatorConfig
 from isthmus.elastic.core.grace import Grace
 from isthmus.elastic.core.messages import RoundFailed, Vote
@@ -35,6 +35,12 @@ class Split:
     """Everybody voted and no ballot has a strict majority."""
 
 
+def majority_at(voted_at: Mapping[PeerId, Instant], num_members: int) -> Instant | None:
+    """When a majority of so many members had voted, or one of two. None: it has not."""
+    enough = num_members // 2 + 1 if num_members > 2 else 1
+    return sorted(voted_at.values())[enough - 1] if len(voted_at) >= enough else None
+
+
 class OpenRound:
     """What the members of the current view were told of the round from the committed state, and what they said."""
 
@@ -49,6 +55,9 @@ class OpenRound:
         self.judge_at: Instant | None = None
         self.began_at: Instant = 0.0
         """When the view was decided in which the round is tried."""
+        self.kept_waiting_s: dict[PeerRef, float] = {}
+        """How long each member kept a majority that had voted waiting, in older views of this round, while nothing of
+        its own grew. A view that another one's death ends does not make that undone."""
         self.weights: tuple[float, ...] = ()
         """What the parts weigh in the view's first round, if that was in dispute."""
         self._splits = 0  # votes without a majority, in a row
@@ -56,13 +65,22 @@ class OpenRound:
         """See `NewView`."""
         self._unsurveyed = _UNSURVEYED
 
-    def begin(self, now: Instant, weights: tuple[float, ...] = (), *, is_cut_short: bool) -> None:
-        """The view changed: what was said in the old one counts no more.
+    def begin(
+        self,
+        now: Instant,
+        weights: tuple[float, ...] = (),
+        *,
+        grew_at: Mapping[PeerRef, Instant],
+        is_cut_short: bool,
+    ) -> None:
+        """The view changed: what was said in the old one counts no more, but for who kept it waiting.
 
         Args:
             weights: of the parts, by rank, if they were in dispute.
+            grew_at: of each member of the old view: when what it exchanges was last seen to grow.
             is_cut_short: whether some had not handed in.
         """
+        self.kept_waiting_s = self._kept_waiting_s(grew_at, now)
         self.began_at, self.weights = now, weights
         self._void()
         if is_cut_short:
@@ -71,6 +89,7 @@ class OpenRound:
     def committed(self) -> None:
         """The outer step is made: the next one starts without a past."""
         self._splits, self.weights = 0, ()
+        self.kept_waiting_s.clear()
         self._void()
 
     def _void(self) -> None:
@@ -79,6 +98,14 @@ class OpenRound:
         self.settled_at.clear()
         self.reports.clear()
         self.judge_at = None
+
+    def _kept_waiting_s(self, grew_at: Mapping[PeerRef, Instant], now: Instant) -> dict[PeerRef, float]:
+        since = majority_at(self.voted_at, len(grew_at))
+        result = dict[PeerRef, float]()
+        for ref, at in grew_at.items():
+            waited_s = 0.0 if since is None or self.spoke(ref.peer_id) else now - max(since, at)
+            result[ref] = self.kept_waiting_s.get(ref, 0.0) + max(0.0, waited_s)
+        return result
 
     def split(self) -> int:
         """The votes have no majority, for so many times in a row."""

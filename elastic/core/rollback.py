@@ -200,7 +200,7 @@ class Rollback:
         self._turn.persist(record)
         for ref in holders:
             self._holders.note(ref)
-        self._round.begin(now, is_cut_short=True)
+        self._round.begin(now, grew_at={}, is_cut_short=True)
         self._turn.counters["rolled_back"] += 1
         self._rendezvous.call([ref.peer_id for ref in holders], now)
         for session in list(self._roster.sessions.values()):

@@ -81,7 +81,8 @@ class Views:
         self._turn.persist(ViewRecord(view=view, cause=cause[:500], excused=excused, struck=struck))
         self.release_leases_of_strangers()
         weights = weights if len(weights) == self._state.view.world_size else ()
-        self._round.begin(self._turn.now, weights, is_cut_short=is_cut_short)
+        grew_at = {session.ref: session.grew_at for session in present}
+        self._round.begin(self._turn.now, weights, grew_at=grew_at, is_cut_short=is_cut_short)
         for ref, message in out.items():
             gone = self._roster.sessions.get(ref.peer_id)
             if gone is not None and gone.ref == ref:

@@ -38,7 +38,8 @@ def test_a_slow_machine_makes_fewer_steps_for_as_long_as_it_is_slow_and_all_comm
             run.until("rounds with fewer steps", lambda: _latest(slow) <= 0.6 * ALL)
             few = _latest(slow)
             run.until_step(slow.step + NUM_LATEST, founder, wide, slow)
-            assert _latest(slow) < max(_latest(founder), _latest(wide))
+            # The others' rounds are short, too, while the machine is busy with something else.
+            run.until("fewer steps than others make", lambda: _latest(slow) < max(_latest(founder), _latest(wide)))
         run.until("more steps again", lambda: _latest(slow) >= 1.3 * few)
         assert not slow.events("learner"), "it was never put out"
         run.leave_all()

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Members that vote long after the others: how long they are awaited, what is learned from that, and what follows."""
 
+from isthmus.elastic.core.events import PeerConnectionLost
 from isthmus.elastic.core.messages import Heartbeat
 from isthmus.elastic.core.records import CommitRecord
-from tests.unit.elastic.machines import CoordinatorDriver
+from tests.unit.elastic.machines import CoordinatorDriver, ref
 
 EXCHANGE_S = 10.0
 
@@ -12,6 +13,7 @@ class Voters(CoordinatorDriver):
     """A coordinator whose members' progress grows all the time, as their bytes do."""
 
     progress = 0
+    dead: tuple[int, ...] = ()
 
     def all_hand_in(self) -> None:
         for number in self.member_numbers():
@@ -31,7 +33,15 @@ class Voters(CoordinatorDriver):
         while self.now < until:
             self.wait(min(1.0, until - self.now))
             for number in self.member_numbers():
-                self.beat(number, grows=grows)
+                if number not in self.dead:
+                    self.beat(number, grows=grows)
+
+    def loses(self, number: int, *, grows: bool = False) -> None:
+        """This member dies, and the others soon go on without it."""
+        self.dead = (number,)
+        self.feed(PeerConnectionLost(sender=ref(number)))
+        self.last(2.0, grows=grows)
+        assert number not in self.member_numbers()
 
     def round(self, last: int, after_s: float) -> float:
         """All vote after an exchange, the last one so much later. How long the round took."""
@@ -101,3 +111,50 @@ def test_a_vote_that_is_given_early_and_changed_makes_nobody_late() -> None:
         driver.vote(2)
         driver.vote(1)
         assert driver.member_numbers() == [1, 2]
+
+
+def _vote_and_wait(driver: Voters, *numbers: int, seconds: float) -> None:
+    """A whole exchange, and the others wait for who does not vote."""
+    driver.all_hand_in()
+    driver.last(EXCHANGE_S)
+    for number in numbers:
+        driver.vote(number)
+    driver.last(seconds, grows=False)
+
+
+def test_the_wait_for_a_vote_goes_on_when_another_member_dies() -> None:
+    driver = voters(1, 2, 3, 4)
+    driver.round(last=4, after_s=0.0)
+    _vote_and_wait(driver, 1, 2, 3, seconds=30.0)
+    driver.loses(1)
+    assert driver.member_numbers() == [2, 3, 4]
+    _vote_and_wait(driver, 2, 3, seconds=EXCHANGE_S - 1.0)
+    assert driver.member_numbers() == [2, 3, 4], "it may always take as long as one more exchange"
+    driver.last(EXCHANGE_S, grows=False)
+    assert driver.member_numbers() == [2, 3], "after another view it had less than half of its time left"
+
+
+def test_a_member_whose_exchange_still_grew_when_another_died_is_awaited_anew() -> None:
+    driver = voters(1, 2, 3, 4)
+    driver.round(last=4, after_s=0.0)
+    driver.all_hand_in()
+    driver.last(EXCHANGE_S)
+    for number in (1, 2, 3):
+        driver.vote(number)
+    driver.last(30.0)
+    driver.loses(1, grows=True)
+    assert driver.member_numbers() == [2, 3, 4]
+    _vote_and_wait(driver, 2, 3, seconds=30.0)
+    assert driver.member_numbers() == [2, 3, 4]
+
+
+def test_a_round_that_is_committed_ends_what_a_member_kept_the_others_waiting_for() -> None:
+    driver = voters(1, 2, 3, 4)
+    driver.round(last=4, after_s=0.0)
+    _vote_and_wait(driver, 1, 2, 3, seconds=30.0)
+    driver.loses(1)
+    for number in (2, 3, 4):
+        driver.vote(number)
+    assert driver.member_numbers() == [2, 3, 4]
+    _vote_and_wait(driver, 2, 3, seconds=30.0)
+    assert driver.member_numbers() == [2, 3, 4]
