@@ -50,7 +50,6 @@ class Closing:
         self._witnesses = Witnesses(config.norm_guard, turn.state.sizes)
         self._weighed: dict[PeerId, Vote] = {}  # those whose weight was looked at
         self._disputed: tuple[PeerId, ...] = ()  # members that are at odds about the round's results
-        self._exchange_s = 0.0  # from the last payload to a majority's votes, of the slowest recent round
 
     def settle(self) -> None:
         """Judge failures, count votes, go on without the late."""
@@ -103,7 +102,7 @@ class Closing:
 
     def _allowed_s(self, majority_at: Instant) -> float:
         """How much later than the majority a member may vote."""
-        taken_s = max(self._exchange_s, self._exchanged_s(majority_at))
+        taken_s = max(self._round.exchange_s, self._exchanged_s(majority_at))
         return max(self._config.stall_floor_s, self._config.stall_factor * taken_s)
 
     def _stands_still_at(self, silent: Sequence[Session]) -> Instant | None:
@@ -130,9 +129,9 @@ class Closing:
 
         When all outer steps hung once and came back, the next hung one was awaited four times as long (seed 1699).
         """
-        config, usual_s = self._config, self._exchange_s
+        config, usual_s = self._config, self._round.exchange_s
         most_s = max(2.0 * usual_s, config.stall_floor_s / config.stall_factor)
-        self._exchange_s = max(min(taken_s, most_s), 0.9 * usual_s)
+        self._round.exchange_s = max(min(taken_s, most_s), 0.9 * usual_s)
 
     def _put_out_the_last(self, late: Mapping[PeerRef, float]) -> None:
         """Members that the majority waited for so long, and that voted in the end: their work counts, and they pause.
@@ -264,7 +263,7 @@ class Closing:
         elif verdict.left_out:
             reasons = {refs[peer_id]: reason for peer_id, reason in verdict.left_out.items()}
             for ref in reasons:
-                self._pauses.blamed(ref, self._state.outer_step)
+                self._pauses.blamed(ref, self._state.outer_step, self._turn.now)
             self._views.drop(reasons, counted_as="it is at odds with one member about numbers that are too large")
         else:
             self._turn.counters["weights_disputed"] += 1

@@ -43,13 +43,14 @@ class Failures:
         self._views, self._round, self._pauses = views, open_round, pauses
         self._blame = Blame(open_round)
         self._retries = 0  # with unchanged members, since the last commit
+        self._lost_s = 0.0  # how much longer the tries since then took than a round does
         self._unreached: deque[PeerRef] = deque(maxlen=config.max_peers)
         """Peers that the members dropped before any commit held work of theirs."""
         self._parted: set[PeerId] = set()  # newcomers that lost a link since the last commit
 
     def committed(self) -> None:
         """The outer step is made: the next one starts without a past."""
-        self._retries = 0
+        self._retries, self._lost_s = 0, 0.0
         self._parted.clear()
         self._blame.committed()
 
@@ -70,6 +71,7 @@ class Failures:
             return
         if self._plans_without_a_survey():
             return
+        self._lost_s += self._took_too_long_s()
         newcomers = self._blame.known(view) - self._state.reached.keys()
         blamed = self._blame.blamed(view, newcomers)
         are_alone = all(member.peer_id in newcomers for member in view.members)
@@ -85,6 +87,14 @@ class Failures:
             is_accused = self._accused_by_enough(blamed)
             self._blame.remember(view, gone=blamed)
             self._drop_blamed([roster.sessions[peer_id] for peer_id in blamed], is_accused)
+
+    def _took_too_long_s(self) -> float:
+        """How much longer the members have exchanged in this view than is usual."""
+        ready_at = [session.ready_at for session in self._roster.members() if session.ready_at is not None]
+        if len(ready_at) < self._state.view.world_size:
+            return 0.0
+        began_at = max(self._round.began_at, *ready_at)
+        return max(0.0, self._turn.now - began_at - self._round.exchange_s)
 
     def _part(self, blamed: Collection[PeerId], newcomers: Collection[PeerId]) -> list[PeerId]:
         """Newcomers whose link with a single member is said to be broken keep their place, and lose that link.
@@ -153,7 +163,7 @@ class Failures:
                 last_words[session.ref] = Refused(code=UNREACHABLE, reason=reason)
             self._unreached.append(session.ref)
         for session in blamed:
-            self._pauses.blamed(session.ref, self._state.outer_step)
+            self._pauses.blamed(session.ref, self._state.outer_step, self._turn.now, waited_s=self._lost_s)
         self._turn.counters["blamed"] += len(blamed)
         reasons = {session.ref: "members could not finish the round with it" for session in blamed}
         self._views.drop(reasons, last_words)

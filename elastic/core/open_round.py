@@ -60,6 +60,8 @@ class OpenRound:
         its own grew. A view that another one's death ends does not make that undone."""
         self.weights: tuple[float, ...] = ()
         """What the parts weigh in the view's first round, if that was in dispute."""
+        self.exchange_s = 0.0
+        """From the last payload to a majority's votes, of the slowest recent round."""
         self._splits = 0  # votes without a majority, in a row
         self.survey_from = OuterStep(0)
         """See `NewView`."""

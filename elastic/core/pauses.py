@@ -10,9 +10,10 @@ never voted took nearly all of the others' time for minutes. A new start of the 
 operator mends it. Pure; knows neither why somebody was late nor who is a member.
 
 Who was put out because a round could not be finished with it may be an honest victim: of a cut line, or of who accuses
-it. The first time it may come back at the next boundary; from the second time on its pause doubles. Work in a commit
-does not end that, or one who fails every other round would never pause. Every 64 commits without blame take one time
-back.
+it. The first time it may come back at the next boundary. From the second time on its pause doubles, and lasts nine
+times as long as the time that was lost with it, the first time included. Work in a commit does not end that, or one who fails
+every other round would never pause. Every 64 commits with its work take one time back, but not before nine times the
+lost time is over: in a run of seven rounds a second a wait of 40 s would be forgiven after nine seconds.
 """
 
 from collections.abc import Iterable
@@ -23,9 +24,10 @@ from isthmus.collective.core.types import Instant, OuterStep, PeerId, PeerRef
 LONGEST = 1024
 """Commits."""
 FORGIVEN = 64
-"""So many commits without blame make up for one time."""
+"""So many commits with its work make up for one time."""
 _SHARE = 0.1
 """Of the others' time that waits for one peer may take."""
+_TIMES = (1.0 - _SHARE) / _SHARE
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,8 +42,17 @@ class _Pause:
 class _Blame:
     ref: PeerRef
     times: int
-    since_step: int
+    owed_s: float
+    """What it has cost the others, and no pause has made up for."""
     until_step: int
+    until: Instant
+    forgiven_from: Instant
+    num_commits: int = 0
+    """With its work, since then."""
+
+    def times_left(self, now: Instant) -> int:
+        """How often it was blamed and is not forgiven."""
+        return max(0, self.times - self.num_commits // FORGIVEN) if now >= self.forgiven_from else self.times
 
 
 class Pauses:
@@ -68,25 +79,31 @@ class Pauses:
         before = self._pauses.pop(ref.peer_id, None)
         again = before is not None and before.ref == ref
         num_commits = min(LONGEST, 2 * before.num_commits) if before is not None and again else 1
-        seconds = waited_s * (1.0 - _SHARE) / _SHARE
+        seconds = _TIMES * waited_s
         self._pauses[ref.peer_id] = _Pause(ref, num_commits, outer_step + num_commits, now + seconds)
         self._forget()
         return seconds
 
-    def blamed(self, ref: PeerRef, outer_step: OuterStep) -> int:
+    def blamed(self, ref: PeerRef, outer_step: OuterStep, now: Instant, *, waited_s: float = 0.0) -> None:
         """It goes, since a round from this committed step could not be finished with it.
 
-        Returns:
-            For how many commits it stays out. One: it may be a member again at the next boundary.
+        Args:
+            waited_s: how much longer the tries took than a round does.
         """
         before = self._blamed.pop(ref.peer_id, None)
-        times = 1
-        if before is not None and before.ref == ref:
-            times += max(0, before.times - (outer_step - before.since_step) // FORGIVEN)
+        times, owed_s = 1, waited_s
+        if before is not None and before.ref == ref and (left := before.times_left(now)):
+            times, owed_s = left + 1, before.owed_s + waited_s
         num_commits = min(LONGEST, 1 << min(times - 1, LONGEST.bit_length()))
-        self._blamed[ref.peer_id] = _Blame(ref, times, outer_step, outer_step + num_commits)
+        self._blamed[ref.peer_id] = _Blame(
+            ref,
+            times,
+            owed_s=owed_s if times == 1 else 0.0,
+            until_step=outer_step + num_commits,
+            until=now if times == 1 else now + _TIMES * owed_s,
+            forgiven_from=now + _TIMES * waited_s,
+        )
         self._forget()
-        return num_commits
 
     def _forget(self) -> None:
         for known in (self._pauses, self._blamed):
@@ -98,11 +115,12 @@ class Pauses:
         for ref in refs:
             self._pauses.pop(ref.peer_id, None)
             if (blame := self._blamed.get(ref.peer_id)) is not None:
-                self._blamed[ref.peer_id] = replace(blame, until_step=0)
+                num_commits = blame.num_commits + 1
+                self._blamed[ref.peer_id] = replace(blame, until_step=0, until=0.0, num_commits=num_commits)
 
     def is_over(self, ref: PeerRef, outer_step: OuterStep, now: Instant) -> bool:
         """Whether it may be a member now, of a view that starts from this committed step."""
         pause, blame = self._pauses.get(ref.peer_id), self._blamed.get(ref.peer_id)
-        if blame is not None and blame.ref == ref and outer_step < blame.until_step:
+        if blame is not None and blame.ref == ref and (outer_step < blame.until_step or now < blame.until):
             return False
         return pause is None or pause.ref != ref or (outer_step >= pause.until_step and now >= pause.until)

@@ -2,6 +2,7 @@
 """Peers that are asked to go: in order by the command or the first signal, at once by the second."""
 
 import signal
+import sys
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,9 @@ from tests.multiprocess.run_harness import (
     read_journal,
     running,
 )
+
+TERMINAL = ("env", sys.executable, "-c", "import pty, sys; pty.spawn(sys.argv[1:])")
+"""Its child's terminal ends with it."""
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(200)]
 
@@ -45,6 +49,19 @@ def test_a_peer_leaves_in_order_by_the_command_or_the_first_signal_and_the_other
     for peer in (first, founder):
         assert peer.peer_id in audit.members_at(peer.step)
         assert peer.peer_id not in audit.members_at(peer.step + 1)
+
+
+def test_a_peer_whose_terminal_is_closed_leaves_in_order(tmp_path: Path) -> None:
+    with running(tmp_path) as run:
+        founder = run.found("--peers", "2", "--outer-steps", str(OPEN_END))
+        run.wait_for_ticket()
+        other = run.join(inside=TERMINAL)
+        run.until_step(2, founder, other)
+        other.kill()
+        run.until("goodbye", lambda: bool(other.events("leave", code=LEFT)))
+        founder.signal(signal.SIGINT)
+        assert run.until_ended(founder) == [LEFT]
+    assert_same_commits(founder, other)
 
 
 def test_the_second_signal_stops_a_peer_at_once(tmp_path: Path) -> None:

@@ -39,7 +39,7 @@ class MeasuresItsOwnPatience(Closing):
         return until - max(ready_at, default=until)
 
     def _learn(self, taken_s: float) -> None:
-        self._exchange_s = max(taken_s, 0.9 * self._exchange_s)
+        self._round.exchange_s = max(taken_s, 0.9 * self._round.exchange_s)
 
 
 class WaitsLongerAndLonger(PatchedCoordinator):

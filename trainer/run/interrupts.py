@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What SIGINT and SIGTERM do to a process: the first one leaves in order, the second one stops at once.
+"""What SIGINT, SIGTERM and SIGHUP do to a process: the first one leaves in order, the second one stops at once.
 
 Rules: they count from the first line of the work on, also while there is nothing to leave yet: then the first one
-ends the work, since nobody knows of this process. Must not know what leaving means.
+ends the work, since nobody knows of this process. SIGHUP, the end of a terminal, comes from its shell and from the
+kernel, so it never counts as the second one; under `nohup` it is ignored. Must not know what leaving means.
 """
 
 import asyncio
@@ -36,8 +37,11 @@ class Interrupts:
         What the work raises comes in an exception group.
         """
         loop = asyncio.get_running_loop()
-        for number in _SIGNALS:
-            loop.add_signal_handler(number, self._on_signal)
+        numbers = list(_SIGNALS)
+        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+            numbers.append(signal.SIGHUP)
+        for number in numbers:
+            loop.add_signal_handler(number, self._on_signal, number)
         try:
             async with asyncio.TaskGroup() as tasks:
                 self._task = tasks.create_task(work)
@@ -48,10 +52,12 @@ class Interrupts:
                         raise
                     return self._code
         finally:
-            for number in _SIGNALS:
+            for number in numbers:
                 loop.remove_signal_handler(number)
 
-    def _on_signal(self) -> None:
+    def _on_signal(self, number: signal.Signals) -> None:
+        if number == signal.SIGHUP and self._num_signals:
+            return
         self._num_signals += 1
         if self._num_signals == 1 and self.leave is not None:
             log.info("leaving; interrupt again to stop at once")

@@ -59,7 +59,7 @@ def member(number: int, incarnation: int = 1) -> Member:
 
 
 def held(step: int, kind: int = 0) -> Held:
-    return Held(OuterStep(step), bytes([kind, step]) * 16)
+    return Held(OuterStep(step), bytes([kind, step % 256]) * 15 + step.to_bytes(2))
 
 
 def view(epoch: int, step: int, *numbers: int) -> View:

@@ -1,8 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Members that say that rounds cannot be finished: of others, of themselves, or that somebody told them so."""
 
-from isthmus.elastic.core.messages import Evicted, Refused, RoundFailed
+from isthmus.collective.core.types import OuterStep
+from isthmus.elastic.core.messages import Evicted, Heartbeat, Refused, RoundFailed
+from isthmus.elastic.core.pauses import FORGIVEN, Pauses
 from tests.unit.elastic.machines import CoordinatorDriver, key, ref
+
+HELD_UP_S = 20.0
 
 
 def was_told(driver: CoordinatorDriver, number: int, by: int, *suspects: int) -> None:
@@ -236,3 +240,61 @@ def test_the_first_time_a_blamed_member_is_back_at_the_next_boundary_and_then_st
             rest(driver)
         pauses.append(commits_until_back(driver, 4))
     assert pauses == [1, 2, 4, 8, 16]
+
+
+def _spend(driver: CoordinatorDriver, seconds: float) -> None:
+    """All members have handed in, and exchange for so long."""
+    view, until = driver.machine.state.view, driver.now + seconds
+    while driver.now < until:
+        for number in driver.member_numbers():
+            beat = Heartbeat(
+                epoch=view.epoch, outer_step=view.outer_step, progress=int(10 * driver.now), blocked=True, ready=True
+            )
+            driver.says(number, beat)
+        driver.wait(min(1.0, until - driver.now))
+
+
+def test_who_holds_up_every_round_that_it_is_in_costs_the_others_a_tenth_of_their_time() -> None:
+    driver = CoordinatorDriver(outer_steps=100_000).with_veterans(1, 2, 3, 4)
+    began, wasted_s, num_rounds = driver.now, 0.0, 0
+    while driver.now < began + 2000.0:
+        if 4 in driver.member_numbers():
+            _spend(driver, HELD_UP_S)
+            for number in (1, 2, 3):
+                driver.fail(number, 4)
+            rest(driver)
+            wasted_s += HELD_UP_S
+        else:
+            _spend(driver, 1.0)
+            commit(driver)
+            num_rounds += 1
+            driver.join(4, driver.machine.state.committed, epoch=driver.machine.state.epoch)
+    assert wasted_s <= 0.15 * 2000.0, "the first time costs it nothing"
+    assert num_rounds > 1600
+    assert wasted_s >= 8 * HELD_UP_S, "it was let in again each time"
+
+
+def test_who_holds_a_round_up_is_forgiven_by_commits_and_by_time() -> None:
+    pauses = Pauses(max_peers=2)
+    pauses.blamed(ref(1), OuterStep(10), 0.0, waited_s=40.0)
+    assert pauses.is_over(ref(1), OuterStep(11), 0.0), "the first time may be somebody else's fault"
+    _contribute(pauses, FORGIVEN)
+    pauses.blamed(ref(1), OuterStep(100), 359.0, waited_s=1.0)
+    assert not pauses.is_over(ref(1), OuterStep(1000), 359.0 + 9 * 40.0), "both are paid for"
+    assert pauses.is_over(ref(1), OuterStep(1000), 359.0 + 9 * 41.0)
+
+    pauses.blamed(ref(2), OuterStep(10), 0.0, waited_s=40.0)
+    _contribute(pauses, FORGIVEN, 2)
+    pauses.blamed(ref(2), OuterStep(100), 360.0, waited_s=40.0)
+    assert pauses.is_over(ref(2), OuterStep(101), 360.0), "it was forgiven"
+
+    pauses.blamed(ref(2), OuterStep(200), 800.0, waited_s=40.0)
+    assert not pauses.is_over(ref(2), OuterStep(1000), 800.0 + 9 * 79.0)
+    _contribute(pauses, FORGIVEN, 2)
+    pauses.blamed(ref(2), OuterStep(2000), 2000.0, waited_s=10.0)
+    assert pauses.is_over(ref(2), OuterStep(3000), 2091.0), "what a pause has made up for is not owed again"
+
+
+def _contribute(pauses: Pauses, num_commits: int, number: int = 1) -> None:
+    for _ in range(num_commits):
+        pauses.contributed([ref(number)])

@@ -54,7 +54,7 @@ async def test_work_that_is_not_interrupted_ends_with_its_own_code() -> None:
     assert await Interrupts().guard(work()) == 7
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 async def test_the_first_signal_leaves_in_order(number: int) -> None:
     work = Work()
     assert await work.interrupts.guard(work.live(number, start=can_leave(work))) == ExitCode.LEFT
@@ -66,6 +66,25 @@ async def test_the_second_signal_stops_at_once() -> None:
     numbers = (signal.SIGTERM, signal.SIGINT)
     assert await work.interrupts.guard(work.live(*numbers, start=can_leave(work))) == ExitCode.FORCED
     assert work.num_left == 1
+
+
+async def test_a_terminal_that_ends_twice_leaves_in_order() -> None:
+    work = Work(leaves=False)
+    numbers = (signal.SIGHUP, signal.SIGHUP, signal.SIGTERM)
+    assert await work.interrupts.guard(work.live(*numbers, start=can_leave(work))) == ExitCode.FORCED
+    assert work.num_left == 1, "the second one stops nothing, the signal after it does"
+
+
+async def test_an_ignored_hangup_stays_ignored() -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        work = Work()
+        numbers = (signal.SIGHUP, signal.SIGTERM)
+        assert await work.interrupts.guard(work.live(*numbers, start=can_leave(work))) == ExitCode.LEFT
+        assert work.num_left == 1
+        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 async def test_a_signal_before_there_is_anything_to_leave_ends_the_work() -> None:
