@@ -11,9 +11,9 @@ operator mends it. Pure; knows neither why somebody was late nor who is a member
 
 Who was put out because a round could not be finished with it may be an honest victim: of a cut line, or of who accuses
 it. The first time it may come back at the next boundary. From the second time on its pause doubles, and lasts nine
-times as long as the time that was lost with it, the first time included. Work in a commit does not end that, or one who fails
-every other round would never pause. Every 64 commits with its work take one time back, but not before nine times the
-lost time is over: in a run of seven rounds a second a wait of 40 s would be forgiven after nine seconds.
+times as long as the time that was lost with it, the first time included. Work in a commit does not end that, or one
+who fails every other round would never pause. Every 64 commits with its work take one time back, but not before nine
+times the lost time is over: in a run of seven rounds a second a wait of 40 s would be forgiven after nine seconds.
 """
 
 from collections.abc import Iterable
