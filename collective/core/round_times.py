@@ -4,11 +4,11 @@
 Standing still is found in seconds (progress.py). What is found here moves, and comes to no end: a member that sends its
 parts byte by byte, or keeps back the sums that it owes. Before, such a round lasted until its deadline, half an hour.
 
-Rules: a round is compared with earlier ones of the same members and at least half its size, by the middle of these: one
-slow round allows no second one. Without such rounds nothing is known, as with a newcomer, whose line may be slow: then
-only what would take many times the deadline is given up early. A member because of which a round took too long is
-given twice as long in the next: lines may become slow, and then rounds go on at their pace. A round with it, of at
-least half the size, that needed no such doubling takes one back. No time in here.
+Rules: a round is compared with the median of earlier rounds that had all its members and at least half its bytes, so
+that one slow round does not raise the limit. Without such rounds, as with a newcomer, whose line may be slow, a round
+is given up early only if it would take many times its deadline, or if no chunk moves for long (`unknown_s`). A member
+because of which a round took too long is given twice as long in the next: lines may become slow, and then rounds go on
+at their pace. A round with it, of at least half the size, that needed no such doubling takes one back. No time in here.
 """
 
 import math
@@ -30,12 +30,13 @@ class SlowLimits:
     """When a round that moves is too slow."""
 
     floor_s: float = 20.0
-    """No round is too slow before that, and nobody who has owed something for less than half of it."""
+    """No round is too slow before that. A member that has owed something for less than half of it is never named."""
     factor: float = 10.0
     """It may take so many times what is usual."""
     hopeless: float = 8.0
-    """Or is given up if, at the rate until now, it would take so many times the deadline. What is left is counted as it
-    lies in memory, and some of it travels in an eighth of that."""
+    """Or a round, or a member, is given up if at its rate until now it would need so many times the deadline. What is
+    left is counted as chunks of the greatest length: more than travels where sums travel as they are and results
+    encoded."""
     unknown_s: float = 120.0
     """Where nothing is known, a round in which no chunk came or went for so long is too slow."""
 
@@ -51,7 +52,8 @@ class RoundLimit:
     own_s: float
     """Before we give it up; infinite if nothing is known."""
     usual_s: float
-    """The same without doublings, which others may not have: by this we answer who gives it up before us."""
+    """The same without doublings. Other members may have none, and give up before us: by this we see if they are
+    right."""
 
 
 class RoundTimes:

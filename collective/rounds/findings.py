@@ -29,13 +29,13 @@ class Findings:
         """Whether we would soon give up because it takes too long, whoever it waits for."""
 
     def suspects(self, ranks: Sequence[int], cause: str) -> OperationAborted:
-        """These are why."""
+        """Give up because of these members."""
         return OperationAborted(self._machine.key, cause, self._names(ranks))
 
     def overdue(self, cause: str) -> OperationAborted:
-        """It takes too long, though nobody owes us what depends on nobody else.
+        """It takes too long, but no member owes us its own part: those that we wait for may wait for others.
 
-        The member that we wait for counts as having told us, unless that member says itself for whom it waits.
+        `told_by` is the first of them, so it is to blame unless it reports itself for whom it waits.
         """
         waiting = self._names(self._machine.waiting_for())
         return OperationAborted(self._machine.key, cause, told_by=waiting[0] if waiting else None)
@@ -52,10 +52,10 @@ class Findings:
         return OperationAborted(self._machine.key, cause, notice.suspects, told_by=told_by)
 
     def _overdue_heard(self, cause: str, told_by: PeerId) -> OperationAborted:
-        """It takes too long for a member to which all have come. Here it must take as long already.
+        """Another member gave up because the round takes too long. We name only members that we doubt ourselves.
 
-        Else who says so at once would make us name members that have done nothing wrong. Who has not come here may
-        still be at work, and is not named.
+        If the round is nearly overdue here, too, `told_by` is the first member that we wait for, else the sender: a
+        false notice that comes early has nobody else blamed.
         """
         if self.doubted:
             return self.suspects(sorted(self.doubted), cause)

@@ -2,12 +2,13 @@
 """Deadlines of one running round: who is gone, who stands still, when it is over anyway.
 
 Rules: every round ends. A member is a suspect when its connection broke and cannot be made anew within a short grace
-(longer before we have met; at once if it is refused wherever it may be), when its host does not answer any more, when
-it has opened the round and then stands still (core/progress.py), or moves so slowly that the round takes far longer
-than such rounds do (slowness.py), or when the round's own deadline passes and it has not come, or owes what depends on
-nobody else. A member that has not opened is still computing: no suspect until then, as long as its host is there. After
-three quarters of such a time a member is doubted: if another one gives up because of it, that is our own finding too,
-and not hearsay. Whoever needs a broken connection repairs it from here, so every dial has an owner.
+(longer before we have met; at once if it was connected and all its addresses refuse), when its host does not answer,
+when it has opened the round and then stands still (core/progress.py), or moves so slowly that the round takes far
+longer than such rounds do (slowness.py), or when the round's own deadline passes and it has not come, or owes what
+depends on nobody else. A member that has not opened the round counts as still computing: until the deadline it is a
+suspect only if its host does not answer, or its broken connection cannot be made anew. After three quarters of such a
+time a member is doubted: if another one gives up because of it, that is our own finding too, and not hearsay. Whoever
+needs a broken connection repairs it from here, so every dial has an owner.
 """
 
 import asyncio

@@ -87,9 +87,9 @@ class Closing:
     def _votes_until(self, session: Session, voted_at: Instant) -> Instant:
         """How long the vote of this member is awaited, after most others voted at this time.
 
-        It has less time if it kept them waiting before, in an older view of this round: chaos saw a silent member
-        awaited for 18 of 20 s, then another one died, and the 20 s began anew. As long as one more exchange takes it
-        has in any case.
+        A member that kept the majority waiting in an earlier view of this round has that much less time, but a quarter
+        (`stall_factor`) of it in any case, in which one more exchange fits. Without this, a member's 20 s began anew
+        when another member died (chaos, seed 74).
         """
         config, allowed_s = self._config, self._allowed_s(voted_at)
         least_s = allowed_s / max(1.0, config.stall_factor)
@@ -106,9 +106,9 @@ class Closing:
         return max(self._config.stall_floor_s, self._config.stall_factor * taken_s)
 
     def _stands_still_at(self, silent: Sequence[Session]) -> Instant | None:
-        """When a round that all have handed in for stands still, since most members do not vote, or the only one.
+        """When to give up a round for which every member has handed in, and too few of them have voted.
 
-        Somebody must wait: who has voted, or a learner that holds the state and can go on without all of them.
+        None if nobody waits: neither a member that has voted, nor a learner that holds the state and can go on alone.
         """
         open_round, members = self._round, self._roster.members()
         ready_at = [session.ready_at for session in members if session.ready_at is not None]
@@ -125,7 +125,7 @@ class Closing:
         return until - max([self._round.began_at, *ready_at])
 
     def _learn(self, taken_s: float) -> None:
-        """So long took this exchange, with the outer steps. One that hung teaches no more than twice what is usual.
+        """Remember how long this exchange took, outer steps included. One that hung at most doubles the estimate.
 
         When all outer steps hung once and came back, the next hung one was awaited four times as long (seed 1699).
         """
@@ -148,7 +148,7 @@ class Closing:
             self._views.drop(reasons, counted_as="voted long after most others")
 
     def _drop_the_voteless(self) -> None:
-        """The others have voted, or there are no others, and nobody waits longer for those that have not."""
+        """Go on without the members that have not voted by the deadline."""
         close_at, open_round, now = self._votes_close_at(), self._round, self._turn.now
         if close_at is None or now < close_at:
             return

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The round in progress as the coordinator sees it: what its members were told, votes and failures, and what follows.
 
-A round is over for its view when every member has voted, or when somebody reported that it cannot finish. Votes are
-for a ballot: the round key and the digest that the shared state would have. All equal: commit. A strict majority:
-commit, and the deviants re-sync. Neither: once more in another epoch. Only counting: what follows is decided in
-closing.py and failures.py.
+Votes are for a ballot: the round key and the digest that the shared state would have. All equal: commit. A strict
+majority: commit, and the deviants fetch the state. No majority: the round is tried again in a new epoch, and after
+`max_split_votes` in a row the run halts. This module only counts. closing.py and failures.py decide, and also go on
+without members that are silent, late, or cannot finish the round.
 """
 
 from collections.abc import Collection, Mapping
@@ -17,8 +17,8 @@ from isthmus.elastic.core.grace import Grace
 from isthmus.elastic.core.messages import RoundFailed, Vote
 
 _UNSURVEYED = 64
-"""Outer steps without a survey of links after the first failure for other plans. A plan from no survey is right
-anyway; over unequal links it is slower."""
+"""So many outer steps are planned without a survey of links after members first planned differently, and each time
+twice as many. Such a plan is correct; over unequal links it is slower."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,8 +56,8 @@ class OpenRound:
         self.began_at: Instant = 0.0
         """When the view was decided in which the round is tried."""
         self.kept_waiting_s: dict[PeerRef, float] = {}
-        """How long each member kept a majority that had voted waiting, in older views of this round, while nothing of
-        its own grew. A view that another one's death ends does not make that undone."""
+        """Seconds for which each member, in earlier views of this round, had not voted after a majority had, and its
+        exchange made no progress. They count when the view changes because of another member."""
         self.weights: tuple[float, ...] = ()
         """What the parts weigh in the view's first round, if that was in dispute."""
         self.exchange_s = 0.0
