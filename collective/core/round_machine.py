@@ -20,7 +20,7 @@ Rules:
 * No time in here. Whoever moves the bytes sees who stands still, and asks `needs()` whom that concerns.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import assert_never
 
 from isthmus.collective.core.apart import NO_PAIR, Apart, apart_from, are_apart
@@ -147,6 +147,15 @@ class RoundMachine:
     def num_missing(self, rank: int) -> int:
         """Chunks that this member still has to send us."""
         return self._missing_parts[rank] + self._missing_results[rank]
+
+    def missing_from(self, rank: int) -> Iterator[tuple[int, bool]]:
+        """The same one by one: each chunk, and whether it is a result."""
+        for slice_, route in enumerate(self.slices.routes):
+            for chunk in self.slices.chunks_of(slice_):
+                if self._missing[chunk] >> rank & 1:
+                    yield chunk, False
+                if route.down[self.rank] == rank and not self._is_done[chunk]:
+                    yield chunk, True
 
     @property
     def _must_hear(self) -> int:

@@ -34,9 +34,7 @@ class SlowLimits:
     factor: float = 10.0
     """It may take so many times what is usual."""
     hopeless: float = 8.0
-    """Or a round, or a member, is given up if at its rate until now it would need so many times the deadline. What is
-    left is counted as chunks of the greatest length: more than travels where sums travel as they are and results
-    encoded."""
+    """Or a round, or a member, is given up if at its rate until now it would need so many times the deadline."""
     unknown_s: float = 120.0
     """Where nothing is known, a round in which no chunk came or went for so long is too slow."""
 

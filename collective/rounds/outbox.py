@@ -6,7 +6,7 @@ Nothing is decided here: what is sent to whom is the machine's business (core/ro
 """
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 from isthmus.collective.codec.base import NotFinite
 from isthmus.collective.core.round_machine import RoundMachine
@@ -106,6 +106,10 @@ class Outbox:
     def num_unsent_to(self, rank: int) -> int:
         """Chunks for this member that are not the kernel's yet."""
         return len(self._unsent[rank])
+
+    def unsent_to(self, rank: int) -> Collection[ChunkSend]:
+        """These chunks."""
+        return self._unsent[rank]
 
     def forget(self, rank: int) -> None:
         """Take back what waits for this member: it will be put in again."""

@@ -116,7 +116,6 @@ class RunningRound:
         self.eager_chunks = eager_chunks
         self.nbytes = chunk_nbytes * plan.slices.num_chunks
         """Of the whole buffer, about."""
-        self._chunk_nbytes = chunk_nbytes
         self.machine = RoundMachine(
             key=key,
             rank=rank,
@@ -269,8 +268,11 @@ class RunningRound:
         return sum(self.machine.num_missing(rank) for rank in range(len(self.members)) if rank != self.rank)
 
     def left_nbytes(self, rank: int) -> int:
-        """What has to move between us and this member until the round can end, at most."""
-        return self._chunk_nbytes * (self.machine.num_missing(rank) + self._outbox.num_unsent_to(rank))
+        """What has to move between us and this member until the round can end, without headers."""
+        unsent = self._outbox.unsent_to(rank)
+        coming = [(rank, chunk, is_result) for chunk, is_result in self.machine.missing_from(rank)]
+        going = [(self.rank, send.chunk, send.type is FrameType.RESULT) for send in unsent]
+        return sum(self._planned_nbytes(at, chunk, is_result=is_result) for at, chunk, is_result in coming + going)
 
     def suspect(self, ranks: Sequence[int], cause: str) -> None:
         """Give up because of these members, and say so to the others."""
@@ -323,12 +325,13 @@ class RunningRound:
             raise RemoteProtocolError("rank is not the sender's")
         if chunk >= self._plan.slices.num_chunks:
             raise RemoteProtocolError("no such chunk")
-        if header.type is FrameType.RESULT:
-            planned = self._buffers.result_nbytes(chunk)
-        else:
-            planned = self._buffers.part_nbytes(chunk, is_into_root=self.machine.is_into_root(rank, chunk))
-        if header.payload_nbytes != planned:
+        if header.payload_nbytes != self._planned_nbytes(rank, chunk, is_result=header.type is FrameType.RESULT):
             raise RemoteProtocolError("chunk has another length than planned")
+
+    def _planned_nbytes(self, sender: int, chunk: int, *, is_result: bool) -> int:
+        if is_result:
+            return self._buffers.result_nbytes(chunk)
+        return self._buffers.part_nbytes(chunk, is_into_root=self.machine.is_into_root(sender, chunk))
 
     def _speaker(self, rank: int, header: Header) -> int:
         """Whose word this is: the sender's own, or that of a member which we hear of from the sender only."""
