@@ -32,6 +32,7 @@ MOST_WAITED = 0.1
 _WARM_ROUNDS = 4
 """At the beginning, which are not looked at: nothing is measured yet."""
 _PERIOD_S = 0.02
+_LONGEST_STOP_S = 1.0
 _TOKENS_PER_STEP = 8 * 64
 """Of an inner step, as below."""
 _JUDGED_ROUNDS = 4
@@ -161,14 +162,19 @@ class SizedDemo(Demo):
 
 @contextlib.contextmanager
 def throttled(pids: Sequence[int], share: float) -> Iterator[None]:
-    """These processes run for this share of each period, and are stopped for the rest of it."""
+    """These processes run for this share of each period, and are stopped for the rest of it.
+
+    A busy machine wakes us late, so they are stopped for as much longer as they really ran.
+    """
     is_over = threading.Event()
 
     def work() -> None:
         while not is_over.is_set():
+            began_s = time.monotonic()
             time.sleep(share * _PERIOD_S)
             send(pids, signal.SIGSTOP)
-            time.sleep((1.0 - share) * _PERIOD_S)
+            ran_s = time.monotonic() - began_s
+            time.sleep(min((1.0 - share) / share * ran_s, _LONGEST_STOP_S))
             send(pids, signal.SIGCONT)
 
     thread = threading.Thread(target=work)

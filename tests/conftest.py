@@ -7,6 +7,7 @@ import re
 import signal
 import time
 from collections.abc import Iterator
+from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,9 @@ from hypothesis import HealthCheck, settings
 # Before anybody imports torch: on a busy machine its threads fight for the cores and stop an event loop for longer
 # than the deadlines that are tested here.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# All workers collect the same cases, also around midnight (tests/multiprocess/run_harness.py, `todays`).
+os.environ.setdefault("MATRIX_DAY", str(datetime.now(UTC).date().toordinal()))
 
 # A shell without job control starts what it puts in the background with SIGINT ignored, and all processes of the tests
 # would inherit that.
@@ -27,7 +31,7 @@ settings.load_profile("isthmus")
 
 
 _ONCE = re.compile(r"resource_tracker|workers\.start|multiprocess\.forked")
-ORPHANS_END_S = 5.0
+ORPHANS_END_S = 30.0
 """Where this process is the one that orphans are given to, workers of a killed daemon may take so long to end."""
 
 

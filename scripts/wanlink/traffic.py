@@ -235,7 +235,7 @@ def measure_datagrams(
     wan: Wan, source: int, target: int, *, count: int, per_s: float, first_s: float = TIMEOUT_S
 ) -> dict[str, int]:
     """What of so many numbered datagrams came, came again, came late: the result of `count`."""
-    server, port = _listen(wan, target, "count", wan.address(target), first_s, 1.0)
+    server, port = _listen(wan, target, "count", wan.address(target), first_s, 5.0)
     wan.run(source, _program("numbered", wan.address(target), port, count, per_s), timeout=60 + count / per_s)
     output, _ = server.communicate(timeout=TIMEOUT_S)
     counted: dict[str, int] = json.loads(output)

@@ -22,7 +22,7 @@ from tests.multiprocess.run_harness import (
     todays,
 )
 
-pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(600)]
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = (str(ROOT / "examples" / "attached_loop.py"),)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(600)]
 
 ROOT = Path(__file__).resolve().parents[2]
 CHAOS = (sys.executable, "-m", "scripts.chaoslab.cli")

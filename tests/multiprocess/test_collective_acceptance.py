@@ -14,7 +14,7 @@ import torch
 
 from tests.multiprocess.test_collective_processes import MAX_SECONDS, install, running
 
-pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(600)]
 
 FLOATS = ["float32", "float64", "bfloat16", "float16"]
 INTEGERS = ["int8", "uint8", "int16", "int32", "int64"]

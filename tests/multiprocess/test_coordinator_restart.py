@@ -51,7 +51,7 @@ def hasher():
     hasher.close()
 
 
-@pytest.mark.timeout(180)
+@pytest.mark.timeout(600)
 async def test_no_committed_step_is_lost_or_made_twice_when_the_coordinator_is_killed_again_and_again(
     tmp_path, hasher, record_property
 ):

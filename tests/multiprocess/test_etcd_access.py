@@ -21,7 +21,7 @@ from isthmus.elastic.journal.etcd_store import EtcdStore
 from isthmus.elastic.journal.etcd_wire import Done
 from tests.multiprocess.etcd_cluster import Cluster, etcd_nodes, needs_etcd
 
-pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(120), needs_etcd]
+pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(600), needs_etcd]
 
 RECORD = Genesis(outer_step=1, digest=b"0" * 32, next_index=0)
 

@@ -26,7 +26,7 @@ from isthmus.elastic.journal.etcd_store import EtcdStore
 from isthmus.elastic.journal.etcd_wire import Done, Request
 from tests.multiprocess.etcd_cluster import Cluster, Node, etcd_nodes, free_ports, needs_etcd
 
-pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(180), needs_etcd]
+pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(600), needs_etcd]
 
 _runs = count()
 

@@ -9,7 +9,7 @@ import pytest
 
 from tests.multiprocess.lab_harness import ISTHMUS, LAB, ROOT, TIMEOUT_S, all_are_members, running
 
-pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(600)]
 
 
 def test_peers_are_killed_started_frozen_and_added_by_orders_and_the_audit_of_their_folders_holds(

@@ -23,7 +23,7 @@ from tests.multiprocess.run_harness import (
     running,
 )
 
-pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(200)]
+pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(600)]
 
 LAST = 120
 EVERY = 10

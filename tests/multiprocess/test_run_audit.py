@@ -13,7 +13,7 @@ from isthmus.trainer.checkpoint.checkpoint import newest_usable
 from isthmus.trainer.record.event_log import FILE_NAME, older_files, read_events
 from tests.multiprocess.run_harness import OPEN_END, Process, Run, read_journal, running
 
-pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(200)]
+pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(600)]
 
 INTEGRITY = 9
 

@@ -8,7 +8,7 @@ import pytest
 
 from tests.multiprocess.run_harness import OPEN_END, assert_same_commits, running
 
-pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(200)]
+pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(600)]
 
 REFUSED = 5
 

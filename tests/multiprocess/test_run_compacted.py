@@ -24,7 +24,7 @@ from tests.multiprocess.run_harness import (
     running,
 )
 
-pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(200)]
+pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(600)]
 
 EVERY = 30
 COMPACTED = ("--coordinator.compact_every", str(EVERY))

@@ -12,7 +12,7 @@ import pytest
 
 from tests.multiprocess.run_harness import OPEN_END, Process, Run, running
 
-pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(100)]
+pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(600)]
 
 ENVIRONMENT = 3
 Inside = tuple[str, ...]

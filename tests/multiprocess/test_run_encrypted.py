@@ -24,7 +24,7 @@ from tests.multiprocess.run_harness import (
 )
 from tests.multiprocess.test_run_hostile import strangers_hello
 
-pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(200)]
+pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(600)]
 
 REFUSED = 5
 HOME = ("--listen", "127.0.0.1:0")

@@ -25,7 +25,7 @@ from tests.multiprocess.run_harness import assert_same_commits, at_once, lose_jo
 MOST_S = 4 * SlowLimits().floor_s
 """Of which three are what two failed rounds take."""
 
-pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(200)]
+pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(600)]
 
 
 def test_a_member_that_is_overruled_three_times_in_a_row_is_put_out(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ import pytest
 from isthmus.trainer.checkpoint.checkpoint import load_resumed
 from tests.multiprocess.run_harness import LEFT, OPEN_END, Event, Process, assert_same_commits, running
 
-pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(200)]
+pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(600)]
 
 ROOM_NBYTES = 256 << 10
 """Left for events when the disk is filled; less than a checkpoint has."""

@@ -8,7 +8,7 @@ import pytest
 
 from tests.multiprocess.run_harness import OPEN_END, running
 
-pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(600)]
 
 
 def test_a_veteran_keeps_its_place_when_the_founder_comes_back_and_warms_up(tmp_path: Path) -> None:

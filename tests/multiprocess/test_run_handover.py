@@ -19,7 +19,7 @@ from tests.multiprocess.run_harness import (
     wall_s,
 )
 
-pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(600)]
 
 BIG_STATE = ("--model.dim", "128", "--model.hidden_dim", "256", "--outer-steps", str(OPEN_END))
 SLOW_LINE = ("--max-upload", "300kB")

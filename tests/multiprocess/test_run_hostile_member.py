@@ -40,7 +40,7 @@ from tests.multiprocess.lies.in_words import forged
 from tests.multiprocess.run_harness import NEVER_LATE, OPEN_END, Process, Run, assert_same_commits, running
 from tests.multiprocess.test_run_keys import TIMEOUT_S, _address_of, _identity_in
 
-pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(600)]
 
 DIGEST = b"d" * 32
 FAR = OuterStep(10**6)

@@ -18,7 +18,7 @@ from tests.multiprocess.run_harness import Process, Run, assert_same_commits, ru
 from tests.multiprocess.test_run_audit import audited
 from tests.unit.trainer.tiny_models import tiny_model
 
-pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(600)]
 
 USAGE, ENVIRONMENT, REFUSED = 2, 3, 5
 STEPS = 6

@@ -29,7 +29,7 @@ from tests.multiprocess.run_harness import (
     running,
 )
 
-pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(600)]
 
 REFUSED = 5
 TIMEOUT_S = 10.0

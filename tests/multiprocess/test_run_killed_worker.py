@@ -12,7 +12,7 @@ import pytest
 
 from tests.multiprocess.run_harness import NEVER_LATE, OPEN_END, Process, Run, assert_same_commits, running, wall_s
 
-pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(600)]
 
 WORKER_CRASHED = 10
 NEXT_COMMIT_S = 20.0

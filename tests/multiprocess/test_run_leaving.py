@@ -17,10 +17,11 @@ from tests.multiprocess.run_harness import (
     running,
 )
 
-TERMINAL = ("env", sys.executable, "-c", "import pty, sys; pty.spawn(sys.argv[1:])")
-"""Its child's terminal ends with it."""
+_SPAWN = "import pty, signal, sys; signal.signal(signal.SIGHUP, signal.SIG_DFL); pty.spawn(sys.argv[1:])"
+TERMINAL = ("env", sys.executable, "-c", _SPAWN)
+"""Its child's terminal ends with it. It does not pass on what `nohup` has ignored for the tests."""
 
-pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(200)]
+pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(600)]
 
 
 def test_a_peer_leaves_in_order_by_the_command_or_the_first_signal_and_the_others_go_on(tmp_path: Path) -> None:

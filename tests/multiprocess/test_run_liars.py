@@ -21,7 +21,7 @@ from tests.multiprocess.lies.beside import (
 )
 from tests.multiprocess.run_harness import OPEN_END, assert_same_commits, read_journal, running
 
-pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(200)]
+pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(600)]
 
 SAMPLES_PER_ROUND = (3 + 3) * 2
 """Of the harness's runs: inner steps of a round, as many of its delay, and their batch."""

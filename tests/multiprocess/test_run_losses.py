@@ -39,7 +39,7 @@ from scripts.bench_sizes import throttled
 from tests.multiprocess.run_again import Account, Again, again
 from tests.multiprocess.run_harness import Process, Run, assert_same_commits, running, todays
 
-pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(200)]
+pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(600)]
 
 _PARTS = 9
 """Days until all have been run."""

@@ -10,7 +10,7 @@ from isthmus.trainer.config.manifest import config_of
 from isthmus.trainer.config.memory import needs_of
 from tests.multiprocess.run_harness import LEFT, OPEN_END, running
 
-pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(600)]
 
 # The harness's model is tiny; this one is large enough to be seen beside the program, and its steps are short.
 MODEL = ["--model.dim", "512", "--model.num_layers", "5", "--model.hidden_dim", "2048", "--model.num_heads", "8"]

@@ -26,7 +26,7 @@ from tests.multiprocess.run_harness import (
     todays,
 )
 
-pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(600)]
 
 _PARTS = 9
 """Days until the whole matrix has been run."""

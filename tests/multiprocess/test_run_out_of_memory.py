@@ -8,7 +8,7 @@ import pytest
 
 from tests.multiprocess.run_harness import OPEN_END, Process, Run, assert_same_commits, leave_memory, running
 
-pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(600)]
 
 TRAINING_FAULT = 8
 BATCH = 8

@@ -28,7 +28,7 @@ from tests.multiprocess.run_harness import (
     wall_s,
 )
 
-pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(200)]
+pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(600)]
 
 
 def test_three_peers_one_with_two_workers_hold_the_same_anchor_after_every_commit(tmp_path: Path) -> None:

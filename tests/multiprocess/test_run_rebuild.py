@@ -23,7 +23,7 @@ from tests.multiprocess.run_harness import (
     until_rebuilt,
 )
 
-pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(600)]
 
 NUM_LOSSES = 4
 INTEGRITY = 9

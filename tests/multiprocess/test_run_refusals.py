@@ -14,7 +14,7 @@ import pytest
 from isthmus.trainer.contact.ticket import read_ticket
 from tests.multiprocess.run_harness import OPEN_END, Outcome, Process, Run, at_home, now_s, running
 
-pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(200)]
+pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(600)]
 
 USAGE, ENVIRONMENT, REFUSED, WORKER_CRASHED = 2, 3, 5, 10
 COLUMNS = 80

@@ -29,7 +29,7 @@ from isthmus.trainer.engine.state_version import gather_anchor
 from isthmus.trainer.workers.inner_loop import InnerLoop
 from tests.multiprocess.run_harness import OPEN_END, Audit, Process, Run, read_journal, running
 
-pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(600)]
 
 SAVED_AT = 4
 FLAGS = ["--checkpoint.every", str(SAVED_AT), "--inner.lr", "1e-2", "--inner.schedule.warmup-steps", "2"]

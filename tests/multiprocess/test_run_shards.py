@@ -17,7 +17,7 @@ from tests.multiprocess.run_harness import LEFT, OPEN_END, Process, assert_same_
 from tests.multiprocess.test_run_audit import audited
 from tests.unit.trainer.prep_rig import documents, write_jsonl, write_parquet
 
-pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(600)]
 
 SHARD_NBYTES = 4 << 10
 """63 samples: a few outer steps of two peers."""

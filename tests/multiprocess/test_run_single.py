@@ -22,7 +22,7 @@ from isthmus.trainer.workers.inner_loop import InnerLoop
 from tests.multiprocess.run_again import Account
 from tests.multiprocess.run_harness import Process, assert_same_commits, running
 
-pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(200)]
+pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(600)]
 
 _STEPS = 20
 _AVERAGING = ("--outer.type", "diloco", "--outer.inner_steps", "1", "--outer.lr", "1", "--outer.momentum", "0")

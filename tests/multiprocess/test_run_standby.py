@@ -30,7 +30,7 @@ from tests.multiprocess.run_harness import (
     wall_s,
 )
 
-pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(200), needs_etcd]
+pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(600), needs_etcd]
 
 ENVIRONMENT, REFUSED = 3, 5
 

@@ -9,7 +9,7 @@ import pytest
 
 from tests.multiprocess.run_harness import OPEN_END, Audit, assert_same_commits, read_journal, running
 
-pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(200)]
+pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(600)]
 
 
 def test_a_peer_whose_worker_freezes_is_excused_and_hands_its_work_in_when_it_goes_on(tmp_path: Path) -> None:

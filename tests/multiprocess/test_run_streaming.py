@@ -19,7 +19,7 @@ from tests.multiprocess.run_harness import (
     running,
 )
 
-pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(200)]
+pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(600)]
 
 H, P, BATCH = 12, 4, 2
 STREAMING = ["--model.dim", "32", "--model.num_layers", "4", "--outer.type", "streaming", "--outer.codec", "int8"]

@@ -11,7 +11,7 @@ import pytest
 from tests.multiprocess.run_harness import Process, Run, running
 from tests.unit.trainer.screen import COLUMNS, Screen
 
-pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(600)]
 
 STEPS = 40
 PIPE_NBYTES = 4096

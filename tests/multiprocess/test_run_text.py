@@ -14,7 +14,7 @@ from tests.multiprocess.other_python import VERSION
 from tests.multiprocess.run_harness import LEFT, OPEN_END, Process, Run, assert_same_commits, running
 from tests.multiprocess.test_run_audit import audited
 
-pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(200)]
+pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(600)]
 
 MIB = 1 << 20
 NOBODY_REACHABLE, REFUSED = 4, 5

@@ -9,7 +9,7 @@ import pytest
 from scripts.chaoslab import walled
 from tests.multiprocess.run_harness import OPEN_END, assert_same_commits, broken_rounds, make_folder, running
 
-pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(200)]
+pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(600)]
 
 UNREACHABLE = 4
 LAST_IDS = "ff"

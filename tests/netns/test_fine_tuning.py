@@ -14,7 +14,7 @@ from tests.netns.machines import MARKS, two_machines
 from tests.unit.trainer.prep_rig import documents, write_jsonl
 from tests.unit.trainer.tiny_models import tiny_model
 
-pytestmark = [*MARKS, pytest.mark.timeout(300)]
+pytestmark = [*MARKS, pytest.mark.timeout(600)]
 
 STEPS, VOCABULARY = 6, 300
 CONFIG = f"""

@@ -12,7 +12,7 @@ _IMPOSSIBLE = why_no_wan()
 pytestmark = [
     pytest.mark.netns,
     pytest.mark.multiprocess,
-    pytest.mark.timeout(300),
+    pytest.mark.timeout(600),
     pytest.mark.skipif(_IMPOSSIBLE is not None, reason=str(_IMPOSSIBLE)),
 ]
 

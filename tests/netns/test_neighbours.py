@@ -18,7 +18,7 @@ MOST = num_processors()
 DIVIDED = min(MOST, max(1, (os.cpu_count() or 1) // 2))
 pytestmark = [
     *MARKS,
-    pytest.mark.timeout(200),
+    pytest.mark.timeout(600),
     pytest.mark.skipif(DIVIDED == MOST, reason="half of this machine is no less than what this process may use"),
 ]
 

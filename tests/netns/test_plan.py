@@ -33,7 +33,7 @@ port = "none"
 
 
 NO_WAN = why_no_wan()
-pytestmark = [*MARKS, pytest.mark.timeout(300), pytest.mark.skipif(NO_WAN is not None, reason=str(NO_WAN))]
+pytestmark = [*MARKS, pytest.mark.timeout(600), pytest.mark.skipif(NO_WAN is not None, reason=str(NO_WAN))]
 
 
 def _plan(run: Run, step_s: float, *flags: str) -> dict[str, Any]:
@@ -85,14 +85,18 @@ def test_exchanges_and_rounds_are_as_long_as_planned(
         founder = run.found("--outer-steps", str(OPEN_END), *flags, inside=wan.command(0, []))
         run.wait_for_ticket()
         joiner = run.join(inside=wan.command(1, []))
-        run.until_step(outer_steps, founder, joiner)
-        step_s = _median(joiner, "trained", "train_s") / inner_steps
-        planned = _plan(run, step_s, *flags)["typical"]
-        assert planned["inner_steps"] == inner_steps
-        assert planned["sent_nbytes"] == pytest.approx(_median(joiner, "round", "bytes_sent"), rel=0.1)
-        measured = {
-            "exchange": (planned["exchange_s"], _median(joiner, "round", "seconds")),
-            "period": (inner_steps * step_s + planned["waiting_s"], _period_s(joiner)),
-        }
-        assert all(_agrees(*figures) for figures in measured.values()), measured
+        for attempt in range(1, 4):  # a round waits for the other peer, which may get no processor for seconds
+            run.until_step(attempt * outer_steps, founder, joiner)
+            step_s = _median(joiner, "trained", "train_s") / inner_steps
+            planned = _plan(run, step_s, *flags)["typical"]
+            assert planned["inner_steps"] == inner_steps
+            assert planned["sent_nbytes"] == pytest.approx(_median(joiner, "round", "bytes_sent"), rel=0.1)
+            measured = {
+                "exchange": (planned["exchange_s"], _median(joiner, "round", "seconds")),
+                "period": (inner_steps * step_s + planned["waiting_s"], _period_s(joiner)),
+            }
+            if all(_agrees(*figures) for figures in measured.values()):
+                break
+        else:
+            raise AssertionError(measured)
         run.leave_all()

@@ -7,6 +7,7 @@ peers would also pay for what the fourth computes: it follows the commits, which
 
 import contextlib
 import os
+import re
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -30,8 +31,9 @@ from tests.multiprocess.run_harness import (
 from tests.netns.machines import MARKS, why_no_wan
 
 _IMPOSSIBLE = why_no_wan()
-pytestmark = [*MARKS, pytest.mark.timeout(300), pytest.mark.skipif(_IMPOSSIBLE is not None, reason=str(_IMPOSSIBLE))]
+pytestmark = [*MARKS, pytest.mark.timeout(600), pytest.mark.skipif(_IMPOSSIBLE is not None, reason=str(_IMPOSSIBLE))]
 
+FLAGS = ("--peers", "3", "--outer-steps", str(OPEN_END), "--members.heartbeat_timeout", "60s")
 DELAY_MS = 25.0
 """Of every link, in each direction."""
 SETTLED_S = 30.0
@@ -44,13 +46,13 @@ every round it was 0.1 to 0.25."""
 
 def test_a_hung_worker_costs_the_others_one_wait_and_is_replaced(tmp_path: Path) -> None:
     with _four_machines() as (one, two, three, four), running(tmp_path) as run:
-        founder = run.found("--peers", "3", "--outer-steps", str(OPEN_END), inside=one)
+        founder = run.found(*FLAGS, inside=one)
         run.wait_for_ticket()
         others = [run.join(inside=two), run.join(inside=three)]
         run.until_step(10, founder, *others)
         before = _rate(run, founder, now_s())
         late = run.join(
-            "--node.hang_timeout", "50s", inside=four
+            "--node.hang_timeout", "100s", inside=four
         )  # after the windows in which the others are looked at
         run.until_step(founder.step + 10, founder, late)
         all_four = _rate(run, founder, now_s())
@@ -59,10 +61,11 @@ def test_a_hung_worker_costs_the_others_one_wait_and_is_replaced(tmp_path: Path)
         os.kill(worker, signal.SIGSTOP)
         hung_at = now_s()
         run.until("excuse", lambda: bool(late.events("excused")))
-        beside = _fastest(run, founder, hung_at + SETTLED_S, windows=2)
+        beside = _fastest(run, founder, hung_at + SETTLED_S, windows=10, wanted=BESIDE * before)
         causes = [event["cause"] for event in founder.events("view_decided") if wall_s(event) > hung_at]
         views = [cause for cause in causes if late.peer_id in cause]
-        assert len(views) == 1, views
+        # One, unless it was excused already when its worker was stopped. With a wait in every round dozens.
+        assert len(views) <= 2, views
 
         run.until("other workers", lambda: bool(late.events("fault", kind="worker_hung")))
         (fault,) = late.events("fault", kind="worker_hung")
@@ -90,7 +93,7 @@ def test_a_hung_worker_costs_the_others_one_wait_and_is_replaced(tmp_path: Path)
 
 def test_a_member_that_does_not_vote_costs_the_others_little(tmp_path: Path) -> None:
     with _four_machines() as (one, two, three, four), running(tmp_path) as run:
-        founder = run.found("--peers", "3", "--outer-steps", str(OPEN_END), inside=one)
+        founder = run.found(*FLAGS, inside=one)
         run.wait_for_ticket()
         honest = [founder, run.join(inside=two), run.join(inside=three)]
         run.until_step(10, *honest)
@@ -98,15 +101,22 @@ def test_a_member_that_does_not_vote_costs_the_others_little(tmp_path: Path) -> 
         mute = run.join_as_liar("mute", inside=four)
         run.until_step(founder.step + 10, founder, mute)
         (mute.directory / MUTE).touch()
-        silent_at = now_s()
-        beside = _fastest(run, founder, silent_at + SETTLED_S, windows=4)
+        run.until("it is out", lambda: any("has not voted" in event["cause"] for event in mute.events("learner")))
+        out_at = now_s()
+        beside = _fastest(run, founder, out_at, windows=8, wanted=BESIDE * before)
         mute.signal(signal.SIGINT)
         run.until_ended(mute)
         after = _rate(run, founder, now_s())
         print(f"three {before:.2f} and {after:.2f}, beside one that does not vote {beside:.2f} commits/s")
         assert beside >= BESIDE * min(before, after)
         assert not any(peer.events("learner") for peer in honest)
-        assert "stays out for 1" in mute.events("learner")[-1]["cause"]
+        said = [re.search(r"has not voted.*stays out for (\d+) s", event["cause"]) for event in mute.events("learner")]
+        pauses_s = [int(found[1]) for found in said if found]
+        assert min(pauses_s) >= 9 * 20
+        causes = [
+            event["cause"] for event in founder.events("view_decided") if 0 < wall_s(event) - out_at < min(pauses_s)
+        ]
+        assert not [cause for cause in causes if f"{mute.peer_id} joined" in cause]
         run.leave_all()
     assert_same_commits(*honest, mute)
 
@@ -126,6 +136,11 @@ def _rate(run: Run, founder: Process, since: float, window_s: float = WINDOW_S) 
     return sum(since <= wall_s(event) < until for event in founder.events("commit")) / window_s
 
 
-def _fastest(run: Run, founder: Process, since: float, windows: int) -> float:
-    """The highest rate of these windows, one after the other."""
-    return max(_rate(run, founder, since + number * WINDOW_S) for number in range(windows))
+def _fastest(run: Run, founder: Process, since: float, *, windows: int, wanted: float) -> float:
+    """The highest rate of these windows, one after the other, until one is as high as wanted: others may be busy."""
+    best = 0.0
+    for number in range(windows):
+        best = max(best, _rate(run, founder, since + number * WINDOW_S))
+        if best >= wanted:
+            break
+    return best

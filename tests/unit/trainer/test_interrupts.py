@@ -4,12 +4,20 @@
 import asyncio
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 
 from isthmus.trainer.errors import ConfigError, ExitCode
 from isthmus.trainer.run.interrupts import Interrupts
+
+
+@pytest.fixture(autouse=True)
+def _heeds_hangups() -> Iterator[None]:
+    """Also where the tests themselves run under `nohup`."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
 
 
 async def wait_for_signal(number: int) -> None:
