@@ -14,7 +14,6 @@ import msgspec
 import torch
 
 from isthmus.collective import BulkOptions, Communicator, OperationAborted, PeerRef, PlanMismatch, RoundKey, View
-from isthmus.collective.core.progress import StallLimits
 from isthmus.collective.rounds.supervision import Patience
 from isthmus.collective.transport import Hello, HelloReply, Listener, Purpose
 from isthmus.collective.transport.wire import PROTOCOL_VERSION
@@ -139,7 +138,7 @@ async def main(number, max_upload):
             num_streams=num_streams,
         )
 
-    options = BulkOptions(patience=Patience(stall=StallLimits(floor_s=1.0)), max_upload=max_upload)
+    options = BulkOptions(patience=Patience(), max_upload=max_upload)
     communicator = Communicator(me=me, hello=hello, num_streams=2, chunk_nbytes=256 << 10, options=options)
     listener = Listener(
         "127.0.0.1:0",

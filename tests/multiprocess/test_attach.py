@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 from tests.multiprocess.attached import Mixer, digest_of
 from tests.multiprocess.run_harness import (
     LEFT,
+    NEVER_LATE,
     OPEN_END,
     TIMEOUT_S,
     Process,
@@ -30,7 +31,7 @@ TRAINER = (str(ROOT / "examples" / "hf_trainer.py"),)
 TINY = (str(Path(__file__).with_name("attached.py")),)
 USAGE, WORKER_CRASHED = 2, 10
 CHURNED = 38
-"""Outer steps of a run in which a loop comes late: it has to load torch meanwhile, on a machine that is busy."""
+"""Outer steps of a run in which a loop comes late."""
 
 
 def _told(process: Process, pattern: str) -> list[tuple[str, ...]]:
@@ -57,17 +58,20 @@ def _assert_learns(process: Process) -> None:
 
 def _churned(run: Run, program: tuple[str, ...], *flags: str) -> None:
     """Two begin, a third comes late, one of the first two dies; the others go on to the end."""
-    founder = run.found_loop(
-        "--peers", "2", "--outer-steps", str(CHURNED), "--outer.inner-steps", "10", *flags, program=program
-    )
+    flags += ("--peers", "2", "--outer-steps", str(CHURNED), "--outer.inner-steps", "10")
+    flags += (*NEVER_LATE, "--members.stall-timeout", "10min")
+    founder = run.found_loop(*flags, program=program)
     run.wait_for_ticket()
     victim = run.join_loop(program=program)
     run.until_step(1, founder, victim)
+    victim.signal(signal.SIGSTOP)  # the round waits, however long the late loop takes to load torch
     late = run.join_loop(program=program)
+    run.until("its state", lambda: any(event["outer_step"] is not None for event in late.events("catch_up")))
+    victim.signal(signal.SIGCONT)
     run.until("commit of the late one", lambda: late.step > 0)
     (daemon,) = victim.children()
     victim.kill()
-    run.until("end of its daemon", lambda: daemon not in run.alive(), timeout_s=20.0)
+    run.until("end of its daemon", lambda: daemon not in run.alive())
     assert run.until_ended(founder, late) == [0, 0], run.story()
     _audit(run, founder, victim, late)
     assert max(assert_same_commits(founder, victim, late)) == CHURNED
@@ -236,7 +240,7 @@ def _output_of(pid: int) -> set[Path]:
 def _kill_with_daemon(run: Run, process: Process) -> None:
     (daemon,) = process.children()
     process.kill()
-    run.until("end of its daemon", lambda: daemon not in run.alive(), timeout_s=20.0)
+    run.until("end of its daemon", lambda: daemon not in run.alive())
 
 
 def test_a_loop_whose_values_are_no_numbers_ends_with_the_reason_and_the_others_go_on(tmp_path: Path) -> None:
@@ -246,7 +250,7 @@ def test_a_loop_whose_values_are_no_numbers_ends_with_the_reason_and_the_others_
         run.wait_for_ticket()
         well = run.join_loop(program=TINY)
         run.until_step(1, founder, well)
-        error = _ended_badly(founder, WORKER_CRASHED, "up", timeout_s=30.0)  # found before: it stood in its step
+        error = _ended_badly(founder, WORKER_CRASHED, "up")  # found before: it stood in its step
         assert "param/0 are not finite" in error.splitlines()[-1]
         assert "values_not_finite" not in error  # nobody begins anew
         after = well.step

@@ -33,6 +33,10 @@ limit = "400kB"
 batch_size = 2
 [outer]
 inner_steps = 20
+[members] # a busy machine makes nobody late, silent or stalled
+grace = "1h"
+heartbeat_timeout = "60s"
+stall_timeout = "10min"
 [checkpoint]
 every = 0 # but at the end
 [eval]

@@ -20,10 +20,19 @@ from tests.multiprocess.lies.beside import (
     three_honest_and,
 )
 from tests.multiprocess.lies.in_words import FAR_STEP, LATE_S
-from tests.multiprocess.run_harness import assert_same_commits, at_once, lose_journal, running, until_rebuilt
+from tests.multiprocess.run_harness import (
+    NEVER_LATE,
+    Process,
+    assert_same_commits,
+    at_once,
+    is_frozen_between_checkpoints,
+    lose_journal,
+    running,
+    until_rebuilt,
+)
 
-MOST_S = 4 * SlowLimits().floor_s
-"""Of which three are what two failed rounds take."""
+MOST_S = 8 * SlowLimits().floor_s
+"""Of which three are what two failed rounds take. Time in which a process gets no processor is added."""
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(600)]
 
@@ -37,7 +46,7 @@ def test_a_member_that_is_overruled_three_times_in_a_row_is_put_out(tmp_path: Pa
 def test_a_member_that_was_overruled_holds_no_state_for_a_coordinator_that_starts_again(tmp_path: Path) -> None:
     flags = (*THREE, "--members.durable", "true", "--checkpoint.every", "20")
     flags += ("--model.dim", "128", "--model.hidden_dim", "256")
-    slowly = ("--max-upload", "400kB")  # the liar has no time to fetch what it was overruled with
+    slowly = ("--max-upload", "100kB")  # the liar has no time to fetch what it was overruled with
     with running(tmp_path) as run:
         coordinator = run.coordinator(*flags)
         run.wait_for_ticket()
@@ -71,7 +80,7 @@ def test_a_member_with_which_no_round_can_be_finished_is_out_for_longer_and_long
     tmp_path: Path, kind: str
 ) -> None:
     with running(tmp_path) as run:
-        honest, liar = three_honest_and(run, kind)
+        honest, liar = three_honest_and(run, kind, *NEVER_LATE)
         run.until("the liar's work", lambda: bool(liar.commits()))
         (liar.directory / "mute").touch()
         for _ in range(3):
@@ -93,12 +102,22 @@ def test_a_member_that_moves_and_brings_no_round_to_its_end_is_out_after_a_minut
         run.until_step(founder.step + 3, *honest, liar)
         (liar.directory / "mute").touch()
         run.until("it to be out", lambda: bool(put_out(founder, liar)), timeout_s=MOST_S)
-        dropped = [cause for cause in causes_of(founder) if "dropped" in cause]
+        dropped = [cause for cause in causes_of(founder) if "members could not finish" in cause]
         assert dropped[0].startswith(liar.peer_id), "nobody else was put out before it"
         (liar.directory / "mute").unlink()
         run.until_step(founder.step + 5, *honest)
         run.leave_all()
     assert_same_commits(*honest)
+
+
+def _put_out_for_its_vote(founder: Process, liar: Process) -> list[float]:
+    """When."""
+    views = founder.events("view_decided")
+    return [
+        float(event["t_s"])
+        for event in views
+        if event["cause"].startswith(liar.peer_id) and "after most others" in event["cause"]
+    ]
 
 
 def test_a_member_that_votes_late_although_it_could_sooner_holds_the_others_up_once_and_then_pauses(
@@ -109,13 +128,18 @@ def test_a_member_that_votes_late_although_it_could_sooner_holds_the_others_up_o
         founder = honest[0]
         run.until("the liar's work", lambda: bool(liar.commits()))
         (liar.directory / "mute").touch()
-        run.until("a long round", lambda: any("after most others" in cause for cause in causes_of(founder)))
+        run.until("a long round", lambda: bool(_put_out_for_its_vote(founder, liar)))
         since = founder.events("view_decided")[-1]["t_s"]
         run.until_step(founder.step + 50, *honest)
         run.leave_all()
-    late = [event["t_s"] for event in founder.events("view_decided") if "after most others" in event["cause"]]
+    late = _put_out_for_its_vote(founder, liar)
     at = [event["t_s"] for event in founder.events("commit_decided") if event["t_s"] >= since]
-    long = [after - before for before, after in pairwise(at) if after - before > LATE_S / 2]
+    views = founder.events("view_decided")
+
+    def is_member(t_s: float) -> bool:
+        return liar.peer_id in [event for event in views if event["t_s"] <= t_s][-1]["members"]
+
+    long = [after - before for before, after in pairwise(at) if after - before > LATE_S / 2 and is_member(before)]
     assert len(long) <= len(late) - 1, "it holds nobody up while it pauses"
     assert all(after - before > 9 * LATE_S for before, after in pairwise(late)), "and it pauses nine times as long"
     assert_same_commits(*honest)
@@ -123,7 +147,7 @@ def test_a_member_that_votes_late_although_it_could_sooner_holds_the_others_up_o
 
 def test_a_member_that_says_of_every_newcomer_that_it_cannot_be_reached_sends_none_home(tmp_path: Path) -> None:
     with running(tmp_path) as run:
-        honest, liar = three_honest_and(run, "voice")
+        honest, liar = three_honest_and(run, "voice", *NEVER_LATE)
         run.until("the liar's work", lambda: bool(liar.commits()))
         (liar.directory / "mute").touch()
         newcomers = [run.join(), run.join()]
@@ -154,8 +178,12 @@ def test_one_peer_that_alone_has_the_newest_state_after_a_power_cut_and_serves_n
 ) -> None:
     flags = ("--checkpoint.every", "20")
     with running(tmp_path) as run:
-        coordinator, honest, liar = coordinator_two_honest_and(run, "miser", *flags)
-        run.until_step(23, *honest, liar)
+        coordinator, honest, liar = coordinator_two_honest_and(run, "miser", *flags, *NEVER_LATE)
+        run.until("checkpoints", lambda: all(peer.events("checkpoint") for peer in honest))
+        # Nobody commits any more, and the liar has written down what was committed.
+        run.until("a moment between two", lambda: is_frozen_between_checkpoints(honest[0]))
+        results = liar.directory / "results"
+        run.until("the newest result", lambda: (results / f"step-{_newest(coordinator):08d}.result").exists())
         at_once(coordinator, *honest, liar)
         step = coordinator.events("commit_decided")[-1]["outer_step"]
         kept = max(saved.meta.outer_step for peer in honest if (saved := newest_usable(peer.directory)) is not None)
@@ -178,6 +206,10 @@ def test_one_peer_that_alone_has_the_newest_state_after_a_power_cut_and_serves_n
     assert max(said) <= 6, "of a donor one line a minute"
     assert back["given_up"] > step, "it has made commits alone"
     assert back["outer_step"] == kept
+
+
+def _newest(coordinator: Process) -> int:
+    return int(coordinator.events("commit_decided")[-1]["outer_step"])
 
 
 def test_a_member_that_names_the_highest_epoch_of_all_leaves_enough_of_them_to_a_coordinator_without_a_journal(

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The last holder of the state is asked to go while a newcomer fetches it: it hands the state over first."""
 
+import os
 import signal
 import subprocess
 from pathlib import Path
@@ -22,8 +23,8 @@ from tests.multiprocess.run_harness import (
 pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(600)]
 
 BIG_STATE = ("--model.dim", "128", "--model.hidden_dim", "256", "--outer-steps", str(OPEN_END))
-SLOW_LINE = ("--max-upload", "300kB")
-"""Some five seconds for the 1.6 MB of that state."""
+SLOW_LINE = ("--max-upload", "100kB")
+"""Some fifteen seconds for the 1.6 MB of that state: the command tells every ten who fetches."""
 
 
 def fetching(run: Run, peer: Process) -> None:
@@ -106,7 +107,9 @@ def test_the_command_tells_what_a_long_leave_waits_for_and_may_be_interrupted(tm
     with running(tmp_path) as run:
         founder = run.found("--peers", "1", "--outer-steps", str(OPEN_END), "--outer.inner_steps", "3000")
         run.wait_for_ticket()
-        run.until("training", lambda: bool(founder.events("lease")))
+        run.until("training", lambda: bool(founder.events("lease") and founder.worker_pids()))
+        (worker,) = founder.worker_pids()
+        os.kill(worker, signal.SIGSTOP)  # however long the command takes to start
 
         command = [ISTHMUS, "leave", "--dir", str(founder.directory)]
         with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as first:
@@ -116,8 +119,9 @@ def test_the_command_tells_what_a_long_leave_waits_for_and_may_be_interrupted(tm
             assert "of 3000" in line
             first.send_signal(signal.SIGINT)
             assert "the peer goes on leaving" in first.stderr.read()
-            assert first.wait(20) == 130
+            assert first.wait(60) == 130
         assert founder.is_running
+        os.kill(worker, signal.SIGCONT)
 
         done = run.command("leave", "--dir", str(founder.directory))
         assert (done.code, founder.outcome().code) == (0, LEFT)

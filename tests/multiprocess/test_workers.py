@@ -285,7 +285,7 @@ async def test_a_killed_worker_is_told_at_once_and_the_others_are_ended(
         started = time.monotonic()
         with pytest.raises(WorkerDied, match="ended by SIGKILL") as caught:
             await pool.store()
-        assert time.monotonic() - started < 5.0  # and not after a minute, as one that hangs
+        assert time.monotonic() - started < 30.0  # and not after a minute, as one that hangs
         assert (caught.value.local_rank, caught.value.worker_exit_code) == (num_workers - 1, -signal.SIGKILL)
         assert caught.value.exit_code == ExitCode.WORKER_CRASHED
         assert "worker_ready" in caught.value.stderr_tail
@@ -316,7 +316,7 @@ async def _outcome(awaitable) -> object:
 
 
 async def test_a_worker_that_hangs_is_stalled_in_bounded_time(mailbox: SharedBuffer, tmp_path: Path) -> None:
-    async with _pool(mailbox, tmp_path, 2, hang_timeout_s=2.0) as pool:
+    async with _pool(mailbox, tmp_path, 2, hang_timeout_s=8.0) as pool:
         await pool.load()
         await pool.store()
         os.kill(pool.pids[1], signal.SIGSTOP)
@@ -329,7 +329,7 @@ async def test_a_worker_that_hangs_is_stalled_in_bounded_time(mailbox: SharedBuf
 async def test_the_worker_that_hangs_is_told_from_the_one_that_waits_for_it(
     mailbox: SharedBuffer, tmp_path: Path
 ) -> None:
-    async with _pool(mailbox, tmp_path, 2, hang_timeout_s=1.0) as pool:
+    async with _pool(mailbox, tmp_path, 2, hang_timeout_s=8.0) as pool:
         await pool.load()
         await pool.step(range(4), inner_step=1)  # the first one may take as long as it likes
         os.kill(pool.pids[1], signal.SIGSTOP)
@@ -507,7 +507,7 @@ def test_workers_die_with_a_killed_daemon(tmp_path: Path, private_tmp: Path) -> 
 def _wait_for_ends(pidfds: list[int]) -> None:
     """Wait until the processes are gone, and close their descriptors."""
     for pidfd in pidfds:
-        readable, _, _ = select.select([pidfd], [], [], 5.0)
+        readable, _, _ = select.select([pidfd], [], [], 30.0)
         os.close(pidfd)
         assert readable, "a worker lives on"
 
