@@ -78,7 +78,7 @@ def test_hostile_bytes_are_closed_and_counted_while_the_run_goes_on(tmp_path: Pa
             _read_until_closed(stranger)
         # At least: the port may be an old one of another run, which somebody still looks for.
         counted = Counter((*plain.values(), *encrypted.values()))
-        run.until("counters", lambda: all(_refused(peer) >= counted for peer in peers), timeout_s=CLOSED_WITHIN_S)
+        run.until("counters", lambda: all(_refused(peer) >= counted for peer in peers))
         assert not any("handler failed" in _refused(peer) for peer in peers)
         run.until_step(step + 10, *peers)
         before = {peer.name: peer.step for peer in peers}
@@ -103,7 +103,7 @@ def test_idle_connections_to_the_metrics_port_cost_no_descriptors_and_a_scrape_s
         step = founder.step
         run.until("refusals", lambda: _has_refused(founder, 484))
         run.until_step(step + 5, founder)
-        assert _num_descriptors(founder) <= num_before + 20
+        run.until("descriptors", lambda: _num_descriptors(founder) <= num_before + 20)
         run.leave_all()
     said = founder.console.with_suffix(".err").read_text().splitlines()
     assert len([line for line in said if "connection_ended" in line and "too many connections" in line]) == 1

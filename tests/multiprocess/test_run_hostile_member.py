@@ -218,7 +218,7 @@ def test_a_hostile_member_tries_all_it_can_say_and_nobody_else_notices(tmp_path:
         epoch = _epoch(others[0])
         for name, attempt in ATTEMPTS.items():
             with contextlib.suppress(CollectiveError):
-                asyncio.run(asyncio.wait_for(attempt(foe), 30.0))
+                asyncio.run(asyncio.wait_for(attempt(foe), 120.0))
             assert all(peer.is_running for peer in others), f"{name}: {run.story()}"
             run.until_step(others[0].step + 2, *others)
         assert _epoch(others[0]) == epoch, "no view was changed for it"
@@ -228,7 +228,7 @@ def test_a_hostile_member_tries_all_it_can_say_and_nobody_else_notices(tmp_path:
     founder = others[0]
     assert {event["of"] for event in founder.events("lied")} == {foe.me.peer_id}
     for peer in others:
-        assert not peer.events("became_learner")
+        assert not peer.events("learner")
         assert "Traceback" not in peer.console.with_suffix(".err").read_text()
     assert_same_commits(*others)
 
@@ -246,7 +246,7 @@ async def _floods(foe: Foe, is_over: Callable[[], bool]) -> int:
             await asyncio.get_running_loop().sock_sendall(channel._sock, words)
             num_sent += 300
 
-    async with asyncio.timeout(60.0), asyncio.TaskGroup() as tasks:
+    async with asyncio.timeout(170.0), asyncio.TaskGroup() as tasks:
         sending = tasks.create_task(send())
         while not is_over():  # noqa: ASYNC110 - of other processes, which do not tell
             await asyncio.sleep(0.05)
@@ -265,7 +265,7 @@ def test_a_learner_that_floods_the_coordinator_holds_up_nobody(tmp_path: Path) -
         assert _epoch(others[0]) == epoch, "no view was changed for it"
         run.leave_all()
     for peer in others:
-        assert not peer.events("became_learner")
+        assert not peer.events("learner")
         assert "Traceback" not in peer.console.with_suffix(".err").read_text()
     assert_same_commits(*others)
 

@@ -10,12 +10,22 @@ from pathlib import Path
 
 import pytest
 
-from tests.multiprocess.run_harness import NEVER_LATE, OPEN_END, Process, Run, assert_same_commits, running, wall_s
+from tests.multiprocess.run_harness import (
+    NEVER_LATE,
+    OPEN_END,
+    Process,
+    Run,
+    assert_same_commits,
+    broken_rounds,
+    now_s,
+    running,
+    wall_s,
+)
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(600)]
 
 WORKER_CRASHED = 10
-NEXT_COMMIT_S = 20.0
+NEXT_COMMIT_S = 120.0
 """From the kill to the next commit of the peer."""
 
 
@@ -32,6 +42,7 @@ def test_a_peer_whose_worker_is_killed_stays_a_member_and_goes_on(tmp_path: Path
         run.wait_for_ticket()
         victim, other = run.join(), run.join()
         run.until_step(5, founder, victim, other)
+        killed_at = now_s()
         _kill_worker(run, victim)
         run.until("fault", lambda: bool(victim.events("fault", kind="worker_died")))
         (fault,) = victim.events("fault", kind="worker_died")
@@ -40,7 +51,8 @@ def test_a_peer_whose_worker_is_killed_stays_a_member_and_goes_on(tmp_path: Path
         assert wall_s(after) - wall_s(fault) < NEXT_COMMIT_S
         assert "SIGKILL" in fault["cause"]
         assert fault["memory_bytes"] > 1 << 20
-        assert not any(peer.events("fault", kind="round_broke") for peer in (founder, other)), "nobody lost a round"
+        lost = [event for peer in (founder, other) for event in broken_rounds(peer) if wall_s(event) > killed_at]
+        assert not lost, "nobody lost a round"
         assert not victim.events("leave")
         assert len(victim.events("coordinator_connected")) == 1
         assert len({view["epoch"] for view in victim.events("join")}) <= 2, "late at most once"
@@ -99,7 +111,7 @@ def test_a_worker_that_the_kernel_ends_for_lack_of_memory_is_told_so(tmp_path: P
 
 def test_a_peer_whose_workers_are_killed_again_and_again_ends_with_one_sentence(tmp_path: Path) -> None:
     with running(tmp_path) as run:
-        founder = run.found("--outer-steps", str(OPEN_END), "--outer.inner_steps", "2000")
+        founder = run.found("--outer-steps", str(OPEN_END), "--outer.inner_steps", "200000")
         run.wait_for_ticket()
         founder.is_judged = True
         for number in range(4):

@@ -75,12 +75,12 @@ def test_the_second_signal_stops_a_peer_at_once(tmp_path: Path) -> None:
         run.until("goodbye", lambda: bool(founder.events("leave", code=LEFT)))
         run.until_step(other.step + 3, other)
         founder.signal(signal.SIGINT)
-        assert founder.outcome(timeout_s=9.0).code == FORCED
+        assert founder.outcome().code == FORCED
         # Nobody is left who could say goodbye to this one.
         other.signal(signal.SIGINT)
         run.until("first signal", lambda: "interrupt again to stop at once" in _log(other.console))
         other.signal(signal.SIGINT)
-        assert other.outcome(timeout_s=9.0).code == FORCED
+        assert other.outcome().code == FORCED
 
 
 def test_a_founder_that_nobody_has_joined_leaves_at_once(tmp_path: Path) -> None:
@@ -88,7 +88,7 @@ def test_a_founder_that_nobody_has_joined_leaves_at_once(tmp_path: Path) -> None
         founder = run.found("--peers", "2")
         run.until("membership", lambda: bool(founder.events("join")))
         founder.signal(signal.SIGINT)
-        assert founder.outcome(timeout_s=30.0).code == LEFT
+        assert founder.outcome().code == LEFT
         assert founder.commits() == {}
 
 

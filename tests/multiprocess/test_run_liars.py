@@ -19,7 +19,7 @@ from tests.multiprocess.lies.beside import (
     plans_differed,
     three_honest_and,
 )
-from tests.multiprocess.run_harness import OPEN_END, assert_same_commits, read_journal, running
+from tests.multiprocess.run_harness import NEVER_LATE, OPEN_END, assert_same_commits, read_journal, running
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(600)]
 
@@ -123,10 +123,10 @@ def test_a_member_that_works_against_the_others_harms_them_only_where_no_guard_i
         flags = ("--outer.guard", guard, "--inner.schedule.type", "constant", "--members.equal_steps", "true")
         # There must be something to lose; and beside veterans a newcomer that is guarded against is an outlier.
         # Nobody is late: the part of one that hands in little is small.
-        flags += ("--members.patience", "100")
+        flags += ("--members.patience", "100", *NEVER_LATE)
         honest, liar = three_honest_and(run, "against", *flags, after=30 if is_harmed else 0)
         run.until("liar", lambda: bool(liar.commits()))
-        began = honest[0].step
+        began = honest[0].step if is_harmed else 0
 
         def losses() -> list[float]:
             return [event["loss"] for event in honest[0].events("evaluate") if event["outer_step"] > began]
@@ -134,8 +134,7 @@ def test_a_member_that_works_against_the_others_harms_them_only_where_no_guard_i
         if is_harmed:
             run.until("harm", lambda: max(losses(), default=0.0) > 1.2 * min(losses(), default=math.inf))
         else:
-            run.until_step(began + 50, *honest, liar)
-            assert fmean(losses()[-5:]) < 0.7 * fmean(losses()[:5]), losses()
+            run.until("a lower loss", lambda: len(losses()) > 9 and fmean(losses()[-5:]) < 0.7 * fmean(losses()[:5]))
         assert not honest[0].events("lied"), "a factor of 5 is no outlier to the coordinator"
         run.leave_all()
     assert_same_commits(*honest, liar)

@@ -6,7 +6,16 @@ from pathlib import Path
 
 import pytest
 
-from tests.multiprocess.run_harness import OPEN_END, Process, Run, assert_same_commits, leave_memory, running
+from tests.multiprocess.run_harness import (
+    NEVER_LATE,
+    OPEN_END,
+    Process,
+    Run,
+    assert_same_commits,
+    broken_rounds,
+    leave_memory,
+    running,
+)
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(600)]
 
@@ -33,7 +42,8 @@ def _squeeze(run: Run, peer: Process) -> None:
 
 def test_a_worker_without_memory_makes_way_for_one_that_computes_fewer_samples_at_a_time(tmp_path: Path) -> None:
     with running(tmp_path) as run:
-        founder = run.found(*MODEL, "--peers", "2", "--outer-steps", str(OPEN_END), inside=GIVES_MEMORY_BACK)
+        flags = (*MODEL, "--peers", "2", "--outer-steps", str(OPEN_END), *NEVER_LATE)
+        founder = run.found(*flags, inside=GIVES_MEMORY_BACK)
         run.wait_for_ticket()
         other = run.join()
         run.until_step(2, founder, other)
@@ -44,7 +54,7 @@ def test_a_worker_without_memory_makes_way_for_one_that_computes_fewer_samples_a
         assert told["micro_batch"] == BATCH // 2
         assert "can't allocate memory" in told["cause"]
         run.until_step(founder.step + 3, founder, other)
-        assert not other.events("fault", kind="round_broke"), "nobody lost a round"
+        assert not broken_rounds(other), "nobody lost a round"
         run.leave_all()
     assert_same_commits(founder, other)
 

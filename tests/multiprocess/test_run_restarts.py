@@ -99,14 +99,16 @@ def test_a_founder_that_has_resumed_its_folder_and_is_killed_goes_on_when_its_co
 
 
 def test_a_coordinator_that_is_killed_and_started_again_goes_on_where_it_was(tmp_path: Path) -> None:
-    last = 60
+    last = 120
     with running(tmp_path) as run:
-        flags = ["--members.start_peers", "2", "--members.min_peers", "2", "--run.outer_steps", str(last)]
+        flags = ["--members.start_peers", "2", "--members.min_peers", "2", "--run.outer_steps", str(last), *NEVER_LATE]
         coordinator = run.coordinator(*flags)
         run.wait_for_ticket()
         peers = [run.join(), run.join()]
         run.until_step(2, *peers)
-        told = run.command("status", "--dir", str(coordinator.directory)).out.splitlines()
+        peers[0].signal(signal.SIGSTOP)  # the run stands still while it is asked
+        told = run.told("status", "--dir", str(coordinator.directory)).splitlines()
+        peers[0].signal(signal.SIGCONT)
         assert re.fullmatch(r"run run-[0-9a-f]{8}, coordinator [0-9a-f]{16}", told[0])
         assert re.fullmatch(rf"outer step \d+ of {last}, view \d+ of 2 peers", told[1])
         assert re.fullmatch(r"round \d+: [012] of 2 votes, 0 learners, 0 late", told[2])

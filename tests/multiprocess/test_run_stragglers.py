@@ -14,7 +14,8 @@ pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(600)]
 
 def test_a_peer_whose_worker_freezes_is_excused_and_hands_its_work_in_when_it_goes_on(tmp_path: Path) -> None:
     with running(tmp_path) as run:
-        founder = run.found("--peers", "3", "--outer-steps", str(OPEN_END), "--members.grace", "1s")
+        calm = ("--members.heartbeat-timeout", "60s", "--members.stall-timeout", "10min")
+        founder = run.found("--peers", "3", "--outer-steps", str(OPEN_END), "--members.grace", "1s", *calm)
         run.wait_for_ticket()
         late, other = run.join(), run.join()
         run.until_step(5, founder, late, other)

@@ -22,7 +22,8 @@ def test_a_joiner_that_nobody_can_dial_and_that_reaches_nobody_goes_home_and_tak
     tmp_path: Path,
 ) -> None:
     with running(tmp_path) as run:
-        founder = run.found("--peers", "3", "--outer-steps", str(OPEN_END), "--members.grace", "1s")
+        calm = ("--members.heartbeat-timeout", "60s", "--members.stall-timeout", "10min")
+        founder = run.found("--peers", "3", "--outer-steps", str(OPEN_END), "--members.grace", "1s", *calm)
         run.wait_for_ticket()
         others = run.join(), run.join()
         run.until_step(5, founder, *others)
