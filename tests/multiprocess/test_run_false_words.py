@@ -76,14 +76,12 @@ def test_a_member_that_does_not_sign_what_it_votes_for_is_put_out(tmp_path: Path
 
 
 @pytest.mark.parametrize("kind", ["told", "padding"])
-def test_a_member_with_which_no_round_can_be_finished_is_out_for_longer_and_longer_while_commits_go_on(
-    tmp_path: Path, kind: str
-) -> None:
+def test_a_member_with_which_no_round_can_be_finished_is_put_out_and_commits_go_on(tmp_path: Path, kind: str) -> None:
     with running(tmp_path) as run:
         honest, liar = three_honest_and(run, kind, *NEVER_LATE)
         run.until("the liar's work", lambda: bool(liar.commits()))
         (liar.directory / "mute").touch()
-        for _ in range(3):
+        for _ in range(2):  # for the third time one would wait for minutes
             num_out = len(put_out(honest[0], liar))
             run.until("it to be out", lambda num_out=num_out: len(put_out(honest[0], liar)) > num_out)
             run.until_step(honest[0].step + 5, *honest)
@@ -176,9 +174,9 @@ def test_a_donor_that_offers_a_state_of_the_far_future_keeps_no_newcomer_out(tmp
 def test_one_peer_that_alone_has_the_newest_state_after_a_power_cut_and_serves_nobody_is_not_awaited_for_ever(
     tmp_path: Path,
 ) -> None:
-    flags = ("--checkpoint.every", "20")
+    flags = ("--checkpoint.every", "20", *NEVER_LATE)
     with running(tmp_path) as run:
-        coordinator, honest, liar = coordinator_two_honest_and(run, "miser", *flags, *NEVER_LATE)
+        coordinator, honest, liar = coordinator_two_honest_and(run, "miser", *flags)
         run.until("checkpoints", lambda: all(peer.events("checkpoint") for peer in honest))
         # Nobody commits any more, and the liar has written down what was committed.
         run.until("a moment between two", lambda: is_frozen_between_checkpoints(honest[0]))

@@ -243,7 +243,8 @@ def test_commits_go_on_soon_after_etcds_leader_is_killed(tmp_path: Path, record_
             leading.kill()
             killed_at = now_s()
             num_decided = len(coordinator.events("commit_decided"))
-            cluster.until_ready(EtcdAccess(tuple(node.endpoint for node in cluster.nodes if node is not leading)))
+            rest = tuple(node.endpoint for node in cluster.nodes if node is not leading)
+            cluster.until_ready(EtcdAccess(endpoints=rest))
             etcd_s = now_s() - killed_at
             run.until("next commits", lambda n=num_decided: len(coordinator.events("commit_decided")) > n + 2)
             after = [wall_s(event) for event in coordinator.events("commit_decided")[num_decided - 1 :]]
