@@ -30,6 +30,8 @@ from dataclasses import dataclass
 from scripts.wanlink.wan import ROOT, Wan
 
 TIMEOUT_S = 30.0
+_IDLE_S = 5.0
+"""So long nothing has come when a count ends: the sender may not run for a while."""
 PIECE_NBYTES = 1 << 18
 DATAGRAM_NBYTES = 64
 _RETURN_S = 4.0  # far beyond any path: on a busy machine a datagram is late before it is lost
@@ -235,7 +237,7 @@ def measure_datagrams(
     wan: Wan, source: int, target: int, *, count: int, per_s: float, first_s: float = TIMEOUT_S
 ) -> dict[str, int]:
     """What of so many numbered datagrams came, came again, came late: the result of `count`."""
-    server, port = _listen(wan, target, "count", wan.address(target), first_s, 5.0)
+    server, port = _listen(wan, target, "count", wan.address(target), first_s, _IDLE_S)
     wan.run(source, _program("numbered", wan.address(target), port, count, per_s), timeout=60 + count / per_s)
     output, _ = server.communicate(timeout=TIMEOUT_S)
     counted: dict[str, int] = json.loads(output)
