@@ -19,6 +19,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from isthmus.optim.registry import outer_types
 from isthmus.trainer.workers.fork_server import ForkServer, Runner, process_id, serve
 from isthmus.trainer.workers.lifeline import name_process
 
@@ -106,6 +107,7 @@ def _load() -> Runner:
     for name in ("cli", "run.daemon", "workers.worker", "attach"):
         importlib.import_module(f"isthmus.trainer.{name}")
     importlib.import_module("torch._dynamo")
+    outer_types()  # imports all methods
 
     def run(text: str, _fds: Sequence[int]) -> None:
         said = json.loads(text)
