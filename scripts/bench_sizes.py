@@ -33,7 +33,7 @@ _WARM_ROUNDS = 4
 """At the beginning, which are not looked at: nothing is measured yet."""
 _PERIOD_S = 0.02
 _LONGEST_STOP_S = 1.0
-"""However late we were woken: a daemon takes a worker that stands still for long for a hung one."""
+"""Of a worker at a time, even if this process wakes up late: its daemon would take it for a hung one."""
 _TOKENS_PER_STEP = 8 * 64
 """Of an inner step, as below."""
 _JUDGED_ROUNDS = 4

@@ -31,7 +31,7 @@ from scripts.wanlink.wan import ROOT, Wan
 
 TIMEOUT_S = 30.0
 _IDLE_S = 5.0
-"""So long nothing has come when a count ends: the sender may not run for a while."""
+"""A count ends when nothing has come for so long: a busy machine may not run the sender for seconds."""
 PIECE_NBYTES = 1 << 18
 DATAGRAM_NBYTES = 64
 _RETURN_S = 4.0  # far beyond any path: on a busy machine a datagram is late before it is lost
