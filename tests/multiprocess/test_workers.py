@@ -9,7 +9,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import msgspec
@@ -23,13 +23,14 @@ from isthmus.trainer.config.job import OptimizerJob, ScheduleJob, TrainingJob
 from isthmus.trainer.data.corpus import Corpus
 from isthmus.trainer.errors import ConfigError, EnvironmentFault, ExitCode, TrainingFault, WorkerOutOfMemory
 from isthmus.trainer.model.decoder import ModelConfig
+from isthmus.trainer.workers.fork_server import ForkedProcess
 from isthmus.trainer.workers.inquest import frames_of
 from isthmus.trainer.workers.link import WorkerStalled
 from isthmus.trainer.workers.make_pool import worker_pool
 from isthmus.trainer.workers.pool import WorkerPool
 from isthmus.trainer.workers.process import WorkerDied
 from isthmus.trainer.workers.shared_buffer import SharedBuffer
-from isthmus.trainer.workers.start import STACK_SIGNAL, fork_server
+from isthmus.trainer.workers.start import STACK_SIGNAL, fork_server, start_worker
 from tests.multiprocess.run_harness import leave_memory
 
 pytestmark = pytest.mark.multiprocess
@@ -292,6 +293,29 @@ async def test_a_killed_worker_is_told_at_once_and_the_others_are_ended(
         _wait_for_ends(pidfds)
         with pytest.raises(WorkerDied):
             await pool.store()
+
+
+async def test_the_end_of_a_worker_is_told_also_to_a_daemon_that_was_busy_while_it_started(
+    mailbox: SharedBuffer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log_path = tmp_path / "worker-0.log"
+    log_path.write_text("what an earlier worker said\n")
+
+    async def start_and_be_busy(job: str, *, fds: Sequence[int], log: int) -> ForkedProcess:
+        process = await start_worker(job, fds=fds, log=log)
+        async with asyncio.timeout(180.0):
+            while "worker_ready" not in log_path.read_text():  # noqa: ASYNC110 - a file has no event
+                await asyncio.sleep(0.01)
+        return process
+
+    monkeypatch.setattr("isthmus.trainer.workers.process.start_worker", start_and_be_busy)
+    async with _pool(mailbox, tmp_path) as pool:
+        await pool.load()
+        os.kill(pool.pids[0], signal.SIGKILL)
+        with pytest.raises(WorkerDied) as caught:
+            await pool.store()
+    assert "worker_ready" in caught.value.stderr_tail
+    assert "an earlier worker" not in caught.value.stderr_tail
 
 
 async def test_a_worker_that_dies_while_a_step_is_under_way_ends_the_step(

@@ -88,14 +88,16 @@ class WorkerProcess:
             OSError: the log cannot be opened, or no process can be started.
         """
         with open_private(log_path, "ab") as log:
+            # Both before the start: by its end the worker may have written, or been killed.
+            log_start, memory_kills = log.tell(), _num_memory_kills()
             own = msgspec.structs.replace(job, environment=_environment(local_rank, num_workers, job.num_threads))
             process = await start_worker(msgspec.json.encode(own).decode(), fds=job.fds, log=log.fileno())
             return cls(
                 local_rank=local_rank,
                 log_path=log_path,
                 _process=process,
-                _log_start=log.tell(),
-                _memory_kills=_num_memory_kills(),
+                _log_start=log_start,
+                _memory_kills=memory_kills,
             )
 
     @property
