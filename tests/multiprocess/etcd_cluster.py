@@ -6,9 +6,7 @@ they are killed. Needs the program `etcd` (on Debian and Ubuntu: apt-get install
 """
 
 import contextlib
-import random
 import shutil
-import socket
 import subprocess
 import time
 from collections.abc import Iterator, Sequence
@@ -20,6 +18,7 @@ import pytest
 from isthmus.elastic.errors import EtcdError
 from isthmus.elastic.journal.etcd import EtcdAccess, EtcdClient
 from isthmus.elastic.journal.etcd_wire import RangeAnswer
+from tests.multiprocess.ports import free_ports
 
 ETCD = shutil.which("etcd")
 needs_etcd = pytest.mark.skipif(ETCD is None, reason="etcd is not installed (apt-get install etcd-server)")
@@ -147,15 +146,3 @@ def etcd_nodes(folder: Path, size: int, *, flags: Sequence[str] = (), **files: P
             cluster.kill()
             shutil.rmtree(place, ignore_errors=True)
     raise AssertionError("etcd does not start")
-
-
-def free_ports(count: int) -> list[int]:
-    """Ports on which nobody listens, below those that Linux gives to connections: one of them took a port meanwhile."""
-    ports: list[int] = []
-    with contextlib.ExitStack() as stack:
-        while len(ports) < count:
-            sock = stack.enter_context(socket.socket())
-            with contextlib.suppress(OSError):
-                sock.bind(("127.0.0.1", random.randrange(16384, 32768)))
-                ports.append(sock.getsockname()[1])
-    return ports

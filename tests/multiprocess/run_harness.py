@@ -46,6 +46,7 @@ from isthmus.elastic.journal import reader as journal_reader
 from isthmus.trainer.record.event_log import FILE_NAME, EventReader
 from isthmus.trainer.workers.start import WORKER_NAME
 from tests.multiprocess.forked import MARK, Forked, forked
+from tests.multiprocess.ports import free_ports
 
 Event = dict[str, Any]
 CaseT = TypeVar("CaseT")
@@ -216,12 +217,14 @@ class Run:
         """`isthmus up`: a founding peer. `wait_for_ticket` before anybody joins."""
         self.ticket.unlink(missing_ok=True)  # of the founder before, if there was one
         flags = ("-c", str(self.config), "--data", str(self.text), "--node.threads", "1", *flags)
+        flags = (*_own_port(folder, inside), *flags)
         return self.start("up", "--ticket-file", str(self.ticket), *flags, folder=folder, inside=inside)
 
     def coordinator(self, *flags: str, folder: Path | None = None, inside: Sequence[str] = ()) -> Process:
         """`isthmus coordinator`: a founder without a peer."""
         self.ticket.unlink(missing_ok=True)
         flags = ("-c", str(self.config), "--data.path", str(self.text), *flags)
+        flags = (*_own_port(folder, inside), *flags)
         return self.start("coordinator", "--ticket-file", str(self.ticket), *flags, folder=folder, inside=inside)
 
     def join(self, *flags: str, folder: Path | None = None, inside: Sequence[str] = ()) -> Process:
@@ -438,6 +441,11 @@ def start_program(
         return subprocess.Popen(
             command, cwd=cwd, env=env, stdin=nothing, stdout=stdout, stderr=stderr, start_new_session=True
         )
+
+
+def _own_port(folder: Path | None, inside: Sequence[str]) -> tuple[str, ...]:
+    """Where a founder listens first. Started again it wants that port, which no connection may have taken meanwhile."""
+    return () if folder is not None or inside else ("--listen", f"*:{free_ports(1)[0]}")
 
 
 def leave_memory(pid: int, nbytes: int) -> None:

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from isthmus.trainer.record.board import RUN_LABEL, RUN_METRIC
-from tests.multiprocess.etcd_cluster import free_ports
+from tests.multiprocess.ports import free_ports
 from tests.multiprocess.run_harness import OPEN_END, TIMEOUT_S, Process, running
 
 PROMETHEUS = shutil.which("prometheus")

@@ -16,7 +16,8 @@ from isthmus.elastic.core.records import Record, SnapshotRecord, ViewRecord
 from isthmus.elastic.journal.etcd import EtcdAccess
 from isthmus.elastic.journal.etcd_store import EtcdStore
 from isthmus.elastic.journal.store import verified
-from tests.multiprocess.etcd_cluster import Cluster, etcd_nodes, free_ports, needs_etcd
+from tests.multiprocess.etcd_cluster import Cluster, etcd_nodes, needs_etcd
+from tests.multiprocess.ports import free_ports
 from tests.multiprocess.run_harness import (
     LEFT,
     OPEN_END,

@@ -14,7 +14,8 @@ from isthmus.elastic.journal import etcd
 from isthmus.elastic.journal.etcd import EtcdAccess, EtcdClient
 from isthmus.elastic.journal.etcd_store import EtcdStore
 from tests.multiprocess.etcd.coordinators import Coordinators, record
-from tests.multiprocess.etcd_cluster import Cluster, Node, free_ports, needs_etcd
+from tests.multiprocess.etcd_cluster import Cluster, Node, needs_etcd
+from tests.multiprocess.ports import free_ports
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(600), needs_etcd]
 
