@@ -9,7 +9,8 @@ import torch
 for name in ("msgspec", "blake3", "cryptography", "zmq", "pydantic", "typer"):
     pytest.importorskip(name)
 
-from tests.multiprocess.run_harness import assert_same_commits, running  # noqa: E402 - where all that is installed
+from tests.multiprocess.run_audit import assert_same_commits  # noqa: E402 - where all that is installed
+from tests.multiprocess.run_harness import running  # noqa: E402 - where all that is installed
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(300)]
 

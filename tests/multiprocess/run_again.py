@@ -37,7 +37,8 @@ from isthmus.trainer.engine.progress import Progress
 from isthmus.trainer.engine.state_version import byte_view, name_tensors, with_chain
 from isthmus.trainer.workers.inner_loop import InnerLoop
 from scripts.convergence.codec_wire import CodecWire
-from tests.multiprocess.run_harness import Process, read_journal
+from tests.multiprocess.processes import Process
+from tests.multiprocess.run_audit import read_journal
 
 # ------------------------------------------------------------------------------------------------ what was written down
 

@@ -10,7 +10,6 @@ import contextlib
 import json
 import os
 import re
-import resource
 import shlex
 import signal
 import subprocess
@@ -19,52 +18,42 @@ import tempfile
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, TypeVar, assert_never
+from typing import TypeVar
 
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from isthmus.collective.core.address import candidates_of
 from isthmus.collective.transport.certificates import key_to_pem, peer_id_of_key
-from isthmus.elastic.core.messages import Held
-from isthmus.elastic.core.records import (
-    BarRecord,
-    CommitRecord,
-    Genesis,
-    LeaseRecord,
-    RebuildRecord,
-    Record,
-    ReleaseRecord,
-    RollbackRecord,
-    SnapshotRecord,
-    TicketRecord,
-    ViewRecord,
-)
-from isthmus.elastic.journal import reader as journal_reader
-from isthmus.trainer.record.event_log import FILE_NAME, EventReader
-from isthmus.trainer.workers.start import WORKER_NAME
-from tests.multiprocess.forked import MARK, Forked, forked
+from tests.multiprocess.forked import MARK
 from tests.multiprocess.ports import free_ports
+from tests.multiprocess.processes import (
+    END_TIMEOUT_S,
+    FORCED,
+    ISTHMUS,
+    KILLED,
+    LEFT,
+    POLL_INTERVAL_S,
+    TIMEOUT_S,
+    Event,
+    Outcome,
+    Process,
+    command_of,
+    has_mark,
+    pids,
+    start_program,
+)
 
-Event = dict[str, Any]
 CaseT = TypeVar("CaseT")
 
-ISTHMUS = str(Path(sys.executable).parent / "isthmus")
-POLL_INTERVAL_S = 0.02
-TIMEOUT_S = 180.0
-"""For anything that is waited for. Generous: the machine may be busy with other things."""
-END_TIMEOUT_S = 60.0
 NEVER_LATE = ("--members.grace", "1h", "--members.heartbeat_timeout", "60s")
 """For runs whose views are counted: a busy machine makes peers late, and silent for seconds. Deaths are found by broken
 connections all the same."""
 OPEN_END = 20_000
 """Outer steps of a run that the test ends itself: more than any machine does while a test waits, and yet an end."""
-LEFT, FORCED, KILLED = 20, 130, -signal.SIGKILL
 
 _ORDERLY = (0, LEFT, FORCED, KILLED)
-_LOG_LINE = re.compile(r"\d\d:\d\d:\d\d (DEBUG|INFO|WARNING|ERROR) +\w+(\.\w+)* \S+")
 _ACCUSATION = re.compile("has sent numbers|different (weights|sums) to|(their|its) numbers are|sends too much")
 _OF_ANOTHER_VIEW = ("cancelled by its caller", "it has left that view", "ended before it began")
 _TEXT = "Peers come and go, and the run goes on; a bridge is no wider than it must be. " * 200
@@ -104,88 +93,6 @@ def todays(cases: Sequence[CaseT], days: int) -> Sequence[CaseT]:
     """The cases whose turn it is: each comes up once in so many days. MATRIX_DAY=n is another day, "all" is all."""
     day = os.environ.get("MATRIX_DAY") or str(datetime.now(UTC).date().toordinal())
     return cases if day == "all" else cases[int(day) % days :: days]
-
-
-@dataclass(slots=True)
-class Outcome:
-    """What a command left when it ended."""
-
-    code: int
-    out: str
-    err: str
-
-    @property
-    def sentences(self) -> list[str]:
-        """The lines of stderr that are not of the log."""
-        return [line for line in self.err.splitlines() if _LOG_LINE.match(line) is None]
-
-
-@dataclass(slots=True)
-class Process:
-    """One `isthmus` process and its folder."""
-
-    directory: Path
-    popen: "subprocess.Popen[bytes] | Forked"
-    console: Path
-    """stdout, and beside it stderr with the suffix `.err`."""
-    is_judged: bool = False
-    """Whether a test has looked at its end, so that nobody else has to."""
-    _events: list[Event] = field(default_factory=list)
-    _reader: EventReader | None = None
-
-    @property
-    def name(self) -> str:
-        return self.console.stem
-
-    @property
-    def peer_id(self) -> str:
-        return (self.directory / "peer_id").read_text()
-
-    @property
-    def is_running(self) -> bool:
-        return self.popen.poll() is None
-
-    def events(self, name: str | None = None, /, **fields: object) -> list[Event]:
-        """What it has written down so far, all starts in this folder together; a line may still be being written."""
-        if self._reader is None:
-            self._reader = EventReader(self.directory / FILE_NAME)
-        self._events += self._reader.new()
-        return [
-            event
-            for event in self._events
-            if (name is None or event["event"] == name) and all(event.get(k) == v for k, v in fields.items())
-        ]
-
-    def commits(self) -> dict[int, str]:
-        """Digest by outer step of the commits it took part in."""
-        return {event["outer_step"]: event["digest"] for event in self.events("commit")}
-
-    @property
-    def step(self) -> int:
-        """The newest outer step it has committed; 0 before the first."""
-        return max(self.commits(), default=0)
-
-    def outcome(self, *, timeout_s: float = TIMEOUT_S) -> Outcome:
-        """How it ended; waits for that."""
-        code = self.popen.wait(timeout_s)
-        self.is_judged = True
-        return Outcome(code, self.console.read_text(), self.console.with_suffix(".err").read_text())
-
-    def signal(self, number: signal.Signals) -> None:
-        self.popen.send_signal(number)
-
-    def kill(self) -> None:
-        """SIGKILL, and wait until it is gone."""
-        self.popen.kill()
-        assert self.popen.wait(END_TIMEOUT_S) == KILLED
-
-    def children(self) -> list[int]:
-        """The processes that it has started."""
-        return [pid for pid in _pids() if _parent_of(pid) == self.popen.pid]
-
-    def worker_pids(self) -> list[int]:
-        """Its workers."""
-        return [pid for pid in self.children() if _read_of(pid, "comm").strip() == WORKER_NAME.encode()]
 
 
 class Run:
@@ -398,7 +305,7 @@ class Run:
 
     def alive(self) -> dict[int, str]:
         """Processes of this run that live, workers too, by id with their command."""
-        return {pid: _command_of(pid) for pid in _pids() if _has_mark(pid, self.mark)}
+        return {pid: command_of(pid) for pid in pids() if has_mark(pid, self.mark)}
 
     def accusations(self) -> list[str]:
         """What honest members were said to have lied about, where all are honest."""
@@ -428,31 +335,9 @@ class Run:
         return wrong
 
 
-def start_program(
-    command: Sequence[str], *, cwd: Path, env: Mapping[str, str], stdout: int, stderr: int, forks: bool = True
-) -> "subprocess.Popen[bytes] | Forked":
-    """A program in a session of its own: forked if that can be and is wished, else started anew."""
-    net, program = None, list(command)
-    if program[0] == "nsenter" and program[1].startswith("--net="):
-        net, program = program[1].removeprefix("--net="), program[2:]
-    with open(os.devnull, "rb") as nothing:
-        if forks and program[0] in (ISTHMUS, sys.executable):
-            return forked(program, cwd=cwd, env=env, stdio=(nothing.fileno(), stdout, stderr), net=net)
-        return subprocess.Popen(
-            command, cwd=cwd, env=env, stdin=nothing, stdout=stdout, stderr=stderr, start_new_session=True
-        )
-
-
 def _own_port(folder: Path | None, inside: Sequence[str]) -> tuple[str, ...]:
     """Where a founder listens first. Started again it wants that port, which no connection may have taken meanwhile."""
     return () if folder is not None or inside else ("--listen", f"*:{free_ports(1)[0]}")
-
-
-def leave_memory(pid: int, nbytes: int) -> None:
-    """From now on a process may have no more than so many bytes of address space beside what it has."""
-    pages = int(Path(f"/proc/{pid}/statm").read_text().split()[0])
-    limit = pages * resource.getpagesize() + nbytes
-    resource.prlimit(pid, resource.RLIMIT_AS, (limit, limit))
 
 
 def at_home(address: str) -> str:
@@ -528,128 +413,3 @@ def running(folder: Path, *, forks: bool = True, **environment: str) -> Iterator
             raise
         wrong = run.stop() + run.accusations()
         assert not wrong, "\n".join([*wrong, run.story()])
-
-
-# ------------------------------------------------------------------------------------------------------------ audits
-
-
-def assert_same_commits(*processes: Process) -> dict[int, str]:
-    """Every outer step has one digest, whoever committed it; returns them."""
-    digests: dict[int, str] = {}
-    for process in processes:
-        for outer_step, digest in process.commits().items():
-            assert digests.setdefault(outer_step, digest) == digest, f"{process.name} differs at {outer_step}"
-    assert digests
-    return digests
-
-
-def read_journal(directory: Path) -> Sequence[Record]:
-    """The records of a run that has ended, those in archives too."""
-    reading = journal_reader.read_journal(directory / "journal.sqlite")
-    assert (reading.broken, reading.base.slot) == (None, 0)
-    assert reading.run_id == json.loads((directory / "run.json").read_bytes())["run_id"]
-    return reading.records
-
-
-@dataclass(slots=True)
-class Audit:
-    """What a journal proves. Building it checks that commits follow each other and no sample is consumed twice."""
-
-    genesis: Genesis
-    commits: list[CommitRecord]
-    """Those that count; where the run went back, what it gave up is in `given_up`."""
-    consumed: dict[int, int]
-    """Outer step of the commit, by sample."""
-    returned: dict[str, set[int]]
-    """Samples that came back, by peer that was gone."""
-    rollbacks: list[RollbackRecord] = field(default_factory=list)
-    given_up: list[CommitRecord] = field(default_factory=list)
-
-    @classmethod
-    def of(cls, records: Sequence[Record]) -> "Audit":
-        (genesis,) = (record for record in records if isinstance(record, Genesis))
-        audit = cls(genesis, [], {}, {})
-        held, epoch = Held(genesis.outer_step, genesis.digest), 0
-        leased: dict[int, str] = {}
-        for record in records:
-            match record:
-                case LeaseRecord():
-                    for index in _indices(record.ranges):
-                        assert index not in leased, f"sample {index} is leased twice at once"
-                        leased[index] = record.ref.peer_id
-                case ReleaseRecord():
-                    audit.returned.setdefault(record.ref.peer_id, set()).update(_indices(record.ranges))
-                    for index in _indices(record.ranges):
-                        assert leased.pop(index) == record.ref.peer_id
-                case CommitRecord():
-                    assert (record.outer_step, record.previous) == (held.outer_step + 1, held.digest)
-                    assert record.key.epoch >= epoch
-                    held, epoch = Held(record.outer_step, record.digest), record.key.epoch
-                    audit.commits.append(record)
-                    for contribution in record.contributions:
-                        for index in _indices(contribution.consumed):
-                            assert audit.consumed.setdefault(index, record.outer_step) == record.outer_step
-                            assert leased[index] == contribution.ref.peer_id
-                case RollbackRecord():
-                    assert record.epoch > epoch
-                    assert record.given_up == held.outer_step
-                    held, epoch = audit._go_back(record), record.epoch
-                    leased = {index: leased[index] for index in audit.consumed}
-                case RebuildRecord():
-                    raise AssertionError("the journal before this one was lost: there is no whole run to audit")
-                case Genesis() | ViewRecord() | BarRecord() | TicketRecord() | SnapshotRecord():
-                    pass
-                case _:
-                    assert_never(record)
-        assert sum(len(_indices(c.consumed)) for r in audit.commits for c in r.contributions) == len(audit.consumed)
-        return audit
-
-    def _go_back(self, record: RollbackRecord) -> Held:
-        """What was committed after the certificate counts no more; returns the state that the run goes on from."""
-        begins = Held(self.genesis.outer_step, self.genesis.digest)
-        held = begins if record.certificate is None else record.certificate.made
-        assert record.holders
-        assert held in [begins, *(Held(item.outer_step, item.digest) for item in self.commits)]
-        assert held.outer_step < record.given_up
-        self.rollbacks.append(record)
-        self.given_up += [item for item in self.commits if item.outer_step > held.outer_step]
-        self.commits = [item for item in self.commits if item.outer_step <= held.outer_step]
-        self.consumed = {index: step for index, step in self.consumed.items() if step <= held.outer_step}
-        return held
-
-    def members_at(self, outer_step: int) -> set[str]:
-        """Who contributed to the commit that made this outer step."""
-        (record,) = (record for record in self.commits if record.outer_step == outer_step)
-        return {contribution.ref.peer_id for contribution in record.contributions}
-
-
-def _indices(ranges: Sequence[Any]) -> set[int]:
-    return {index for piece in ranges for index in range(piece.start, piece.stop)}
-
-
-# --------------------------------------------------------------------------------------------------------- processes
-
-
-def _pids() -> list[int]:
-    return [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()]
-
-
-def _read_of(pid: int, name: str) -> bytes:
-    """A file of /proc; empty if the process has gone meanwhile."""
-    try:
-        return Path(f"/proc/{pid}/{name}").read_bytes()
-    except (FileNotFoundError, ProcessLookupError, PermissionError):
-        return b""
-
-
-def _parent_of(pid: int) -> int | None:
-    match = re.search(rb"^PPid:\s+(\d+)$", _read_of(pid, "status"), re.MULTILINE)
-    return None if match is None else int(match[1])
-
-
-def _has_mark(pid: int, mark: str) -> bool:
-    return f"{MARK}={mark}".encode() in _read_of(pid, "environ").split(b"\0")
-
-
-def _command_of(pid: int) -> str:
-    return _read_of(pid, "cmdline").replace(b"\0", b" ").decode(errors="replace")[:120]

@@ -11,17 +11,9 @@ import pytest
 from safetensors.torch import load_file
 
 from tests.multiprocess.attached import Mixer, digest_of
-from tests.multiprocess.run_harness import (
-    LEFT,
-    NEVER_LATE,
-    OPEN_END,
-    TIMEOUT_S,
-    Process,
-    Run,
-    assert_same_commits,
-    running,
-    todays,
-)
+from tests.multiprocess.processes import LEFT, TIMEOUT_S, Process
+from tests.multiprocess.run_audit import assert_same_commits
+from tests.multiprocess.run_harness import NEVER_LATE, OPEN_END, Run, running, todays
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(600)]
 

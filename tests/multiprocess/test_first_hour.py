@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.multiprocess.run_harness import TIMEOUT_S, Process, Run, running
+from tests.multiprocess.processes import TIMEOUT_S, Process
+from tests.multiprocess.run_harness import Run, running
 from tests.unit.trainer.screen import COLUMNS, Screen
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(600)]

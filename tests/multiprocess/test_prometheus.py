@@ -17,7 +17,8 @@ import pytest
 
 from isthmus.trainer.record.board import RUN_LABEL, RUN_METRIC
 from tests.multiprocess.ports import free_ports
-from tests.multiprocess.run_harness import OPEN_END, TIMEOUT_S, Process, running
+from tests.multiprocess.processes import TIMEOUT_S, Process
+from tests.multiprocess.run_harness import OPEN_END, running
 
 PROMETHEUS = shutil.which("prometheus")
 pytestmark = [

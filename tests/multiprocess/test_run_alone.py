@@ -13,15 +13,9 @@ import jsonschema
 import pytest
 
 from isthmus.trainer.checkpoint.checkpoint import newest_usable
-from tests.multiprocess.run_harness import (
-    Audit,
-    Outcome,
-    Process,
-    Run,
-    assert_same_commits,
-    read_journal,
-    running,
-)
+from tests.multiprocess.processes import Outcome, Process
+from tests.multiprocess.run_audit import Audit, assert_same_commits, read_journal
+from tests.multiprocess.run_harness import Run, running
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(600)]
 

@@ -11,7 +11,9 @@ from isthmus.elastic.core.certificate import decode_certificate
 from isthmus.elastic.core.records import CommitRecord
 from isthmus.trainer.checkpoint.checkpoint import newest_usable
 from isthmus.trainer.record.event_log import FILE_NAME, older_files, read_events
-from tests.multiprocess.run_harness import OPEN_END, Process, Run, read_journal, running
+from tests.multiprocess.processes import Process
+from tests.multiprocess.run_audit import read_journal
+from tests.multiprocess.run_harness import OPEN_END, Run, running
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(600)]
 

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.multiprocess.run_harness import OPEN_END, assert_same_commits, running
+from tests.multiprocess.run_audit import assert_same_commits
+from tests.multiprocess.run_harness import OPEN_END, running
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(600)]
 

@@ -12,17 +12,9 @@ import pytest
 from isthmus.elastic.core.records import Record, SnapshotRecord
 from isthmus.elastic.journal.archive import archives_of
 from isthmus.elastic.journal.reader import read_file
-from tests.multiprocess.run_harness import (
-    LEFT,
-    NEVER_LATE,
-    OPEN_END,
-    Audit,
-    Process,
-    Run,
-    assert_same_commits,
-    read_journal,
-    running,
-)
+from tests.multiprocess.processes import LEFT, Process
+from tests.multiprocess.run_audit import Audit, assert_same_commits, read_journal
+from tests.multiprocess.run_harness import NEVER_LATE, OPEN_END, Run, running
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(600)]
 

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.multiprocess.run_harness import OPEN_END, Process, Run, running
+from tests.multiprocess.processes import Process
+from tests.multiprocess.run_harness import OPEN_END, Run, running
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(600)]
 

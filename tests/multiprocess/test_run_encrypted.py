@@ -13,16 +13,9 @@ import pytest
 
 from isthmus.trainer.config.quantities import parse_rate
 from isthmus.trainer.contact.ticket import read_ticket
-from tests.multiprocess.run_harness import (
-    NEVER_LATE,
-    OPEN_END,
-    Audit,
-    Process,
-    assert_same_commits,
-    broken_rounds,
-    read_journal,
-    running,
-)
+from tests.multiprocess.processes import Process
+from tests.multiprocess.run_audit import Audit, assert_same_commits, read_journal
+from tests.multiprocess.run_harness import NEVER_LATE, OPEN_END, broken_rounds, running
 from tests.multiprocess.test_run_hostile import strangers_hello
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(600)]

@@ -20,10 +20,10 @@ from tests.multiprocess.lies.beside import (
     three_honest_and,
 )
 from tests.multiprocess.lies.in_words import FAR_STEP, LATE_S
+from tests.multiprocess.processes import Process
+from tests.multiprocess.run_audit import assert_same_commits
 from tests.multiprocess.run_harness import (
     NEVER_LATE,
-    Process,
-    assert_same_commits,
     at_once,
     is_frozen_between_checkpoints,
     lose_journal,

@@ -11,7 +11,9 @@ from pathlib import Path
 import pytest
 
 from isthmus.trainer.checkpoint.checkpoint import load_resumed
-from tests.multiprocess.run_harness import LEFT, OPEN_END, Event, Process, assert_same_commits, running
+from tests.multiprocess.processes import LEFT, Event, Process
+from tests.multiprocess.run_audit import assert_same_commits
+from tests.multiprocess.run_harness import OPEN_END, running
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(600)]
 

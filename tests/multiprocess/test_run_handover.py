@@ -9,16 +9,9 @@ from pathlib import Path
 import pytest
 
 from isthmus.trainer.checkpoint.checkpoint import newest_usable
-from tests.multiprocess.run_harness import (
-    ISTHMUS,
-    LEFT,
-    OPEN_END,
-    Process,
-    Run,
-    assert_same_commits,
-    running,
-    wall_s,
-)
+from tests.multiprocess.processes import ISTHMUS, LEFT, Process
+from tests.multiprocess.run_audit import assert_same_commits
+from tests.multiprocess.run_harness import OPEN_END, Run, running, wall_s
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(600)]
 

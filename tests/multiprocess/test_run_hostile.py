@@ -19,16 +19,9 @@ import pytest
 from isthmus.collective.core.types import Incarnation, PeerId
 from isthmus.collective.transport import FrameType, Hello, Purpose
 from isthmus.collective.transport.wire import PROTOCOL_VERSION, Header, pack
-from tests.multiprocess.run_harness import (
-    NEVER_LATE,
-    OPEN_END,
-    Audit,
-    Process,
-    assert_same_commits,
-    at_home,
-    read_journal,
-    running,
-)
+from tests.multiprocess.processes import Process
+from tests.multiprocess.run_audit import Audit, assert_same_commits, read_journal
+from tests.multiprocess.run_harness import NEVER_LATE, OPEN_END, at_home, running
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(600)]
 

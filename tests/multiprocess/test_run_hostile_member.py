@@ -37,7 +37,9 @@ from isthmus.elastic.wire import encode
 from isthmus.trainer.contact.admission import hello_maker
 from isthmus.trainer.run.founding import recall_membership
 from tests.multiprocess.lies.in_words import forged
-from tests.multiprocess.run_harness import NEVER_LATE, OPEN_END, Process, Run, assert_same_commits, running
+from tests.multiprocess.processes import Process
+from tests.multiprocess.run_audit import assert_same_commits
+from tests.multiprocess.run_harness import NEVER_LATE, OPEN_END, Run, running
 from tests.multiprocess.test_run_keys import TIMEOUT_S, _address_of, _identity_in
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(600)]

@@ -14,7 +14,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from isthmus.trainer.checkpoint.export import restore
 from isthmus.trainer.config.wiring import model_of
 from isthmus.trainer.model.language_model import whole_model
-from tests.multiprocess.run_harness import Process, Run, assert_same_commits, running
+from tests.multiprocess.processes import Process
+from tests.multiprocess.run_audit import assert_same_commits
+from tests.multiprocess.run_harness import Run, running
 from tests.multiprocess.test_run_audit import audited
 from tests.unit.trainer.tiny_models import tiny_model
 

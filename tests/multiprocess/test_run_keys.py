@@ -16,17 +16,9 @@ from isthmus.trainer.contact.admission import hello_maker
 from isthmus.trainer.contact.identity import PeerFolder, PeerIdentity
 from isthmus.trainer.contact.ticket import read_ticket
 from isthmus.trainer.run.founding import recall_membership
-from tests.multiprocess.run_harness import (
-    LEFT,
-    NEVER_LATE,
-    OPEN_END,
-    Outcome,
-    Process,
-    Run,
-    assert_same_commits,
-    at_home,
-    running,
-)
+from tests.multiprocess.processes import LEFT, Outcome, Process
+from tests.multiprocess.run_audit import assert_same_commits
+from tests.multiprocess.run_harness import NEVER_LATE, OPEN_END, Run, at_home, running
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(600)]
 

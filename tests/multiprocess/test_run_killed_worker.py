@@ -10,17 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.multiprocess.run_harness import (
-    NEVER_LATE,
-    OPEN_END,
-    Process,
-    Run,
-    assert_same_commits,
-    broken_rounds,
-    now_s,
-    running,
-    wall_s,
-)
+from tests.multiprocess.processes import Process
+from tests.multiprocess.run_audit import assert_same_commits
+from tests.multiprocess.run_harness import NEVER_LATE, OPEN_END, Run, broken_rounds, now_s, running, wall_s
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(600)]
 

@@ -7,15 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.multiprocess.run_harness import (
-    FORCED,
-    LEFT,
-    OPEN_END,
-    Audit,
-    assert_same_commits,
-    read_journal,
-    running,
-)
+from tests.multiprocess.processes import FORCED, LEFT
+from tests.multiprocess.run_audit import Audit, assert_same_commits, read_journal
+from tests.multiprocess.run_harness import OPEN_END, running
 
 _SPAWN = "import pty, signal, sys; signal.signal(signal.SIGHUP, signal.SIG_DFL); pty.spawn(sys.argv[1:])"
 TERMINAL = ("env", sys.executable, "-c", _SPAWN)

@@ -19,7 +19,8 @@ from tests.multiprocess.lies.beside import (
     plans_differed,
     three_honest_and,
 )
-from tests.multiprocess.run_harness import NEVER_LATE, OPEN_END, assert_same_commits, read_journal, running
+from tests.multiprocess.run_audit import assert_same_commits, read_journal
+from tests.multiprocess.run_harness import NEVER_LATE, OPEN_END, running
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(600)]
 

@@ -36,8 +36,10 @@ from isthmus.trainer.checkpoint.checkpoint import FOLDER_NAME, CheckpointStore
 from isthmus.trainer.engine.state_version import CHAIN
 from isthmus.trainer.engine.worker_values import OWN_PARAMETERS
 from scripts.bench_sizes import throttled
+from tests.multiprocess.processes import Process
 from tests.multiprocess.run_again import Account, Again, again
-from tests.multiprocess.run_harness import Process, Run, assert_same_commits, running, todays
+from tests.multiprocess.run_audit import assert_same_commits
+from tests.multiprocess.run_harness import Run, running, todays
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(600)]
 

@@ -8,7 +8,8 @@ import pytest
 from isthmus.trainer.checkpoint.checkpoint import FOLDER_NAME, CheckpointStore
 from isthmus.trainer.config.manifest import config_of
 from isthmus.trainer.config.memory import needs_of
-from tests.multiprocess.run_harness import LEFT, OPEN_END, running
+from tests.multiprocess.processes import LEFT
+from tests.multiprocess.run_harness import OPEN_END, running
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(600)]
 

@@ -15,16 +15,9 @@ from statistics import fmean
 import pytest
 
 from isthmus.optim import outer_types
-from tests.multiprocess.run_harness import (
-    OPEN_END,
-    Audit,
-    Process,
-    Run,
-    assert_same_commits,
-    read_journal,
-    running,
-    todays,
-)
+from tests.multiprocess.processes import Process
+from tests.multiprocess.run_audit import Audit, assert_same_commits, read_journal
+from tests.multiprocess.run_harness import OPEN_END, Run, running, todays
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(600)]
 

@@ -6,16 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.multiprocess.run_harness import (
-    NEVER_LATE,
-    OPEN_END,
-    Process,
-    Run,
-    assert_same_commits,
-    broken_rounds,
-    leave_memory,
-    running,
-)
+from tests.multiprocess.processes import Process, leave_memory
+from tests.multiprocess.run_audit import assert_same_commits
+from tests.multiprocess.run_harness import NEVER_LATE, OPEN_END, Run, broken_rounds, running
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(600)]
 

@@ -16,19 +16,9 @@ from msgspec.structs import replace
 from isthmus.trainer.record.event_log import FILE_NAME, read_events
 from isthmus.trainer.record.events import event_of
 from isthmus.trainer.record.figures import BLANK, as_of, fold
-from tests.multiprocess.run_harness import (
-    NEVER_LATE,
-    OPEN_END,
-    Audit,
-    Event,
-    Process,
-    assert_same_commits,
-    broken_rounds,
-    now_s,
-    read_journal,
-    running,
-    wall_s,
-)
+from tests.multiprocess.processes import Event, Process
+from tests.multiprocess.run_audit import Audit, assert_same_commits, read_journal
+from tests.multiprocess.run_harness import NEVER_LATE, OPEN_END, broken_rounds, now_s, running, wall_s
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(600)]
 

@@ -12,7 +12,9 @@ from pathlib import Path
 import pytest
 
 from isthmus.elastic.core.records import CommitRecord, Record, RollbackRecord
-from tests.multiprocess.run_harness import OPEN_END, Process, Run, now_s, read_journal, running, wall_s
+from tests.multiprocess.processes import Process
+from tests.multiprocess.run_audit import read_journal
+from tests.multiprocess.run_harness import OPEN_END, Run, now_s, running, wall_s
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(1800)]
 

@@ -11,17 +11,9 @@ import pytest
 from isthmus.elastic.core.leases import count
 from isthmus.elastic.core.records import CommitRecord, LeaseRecord, RebuildRecord, Record, ReleaseRecord
 from isthmus.elastic.core.run_state import RunState
-from tests.multiprocess.run_harness import (
-    LEFT,
-    OPEN_END,
-    Process,
-    Run,
-    assert_same_commits,
-    lose_journal,
-    read_journal,
-    running,
-    until_rebuilt,
-)
+from tests.multiprocess.processes import LEFT, Process
+from tests.multiprocess.run_audit import assert_same_commits, read_journal
+from tests.multiprocess.run_harness import OPEN_END, Run, lose_journal, running, until_rebuilt
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(600)]
 

@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 from isthmus.trainer.contact.ticket import read_ticket
-from tests.multiprocess.run_harness import OPEN_END, Outcome, Process, Run, at_home, now_s, running
+from tests.multiprocess.processes import Outcome, Process
+from tests.multiprocess.run_harness import OPEN_END, Run, at_home, now_s, running
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(600)]
 

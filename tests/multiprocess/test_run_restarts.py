@@ -11,16 +11,13 @@ from typing import Any
 import pytest
 
 from isthmus.elastic.core.records import ViewRecord
+from tests.multiprocess.processes import LEFT, Process
+from tests.multiprocess.run_audit import Audit, assert_same_commits, read_journal
 from tests.multiprocess.run_harness import (
-    LEFT,
     NEVER_LATE,
     OPEN_END,
-    Audit,
-    Process,
-    assert_same_commits,
     is_frozen_between_checkpoints,
     newest_checkpoint,
-    read_journal,
     running,
 )
 

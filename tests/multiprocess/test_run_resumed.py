@@ -27,7 +27,9 @@ from isthmus.trainer.data.corpus import load_corpus
 from isthmus.trainer.engine.own_state import InnerState
 from isthmus.trainer.engine.state_version import gather_anchor
 from isthmus.trainer.workers.inner_loop import InnerLoop
-from tests.multiprocess.run_harness import OPEN_END, Audit, Process, Run, read_journal, running
+from tests.multiprocess.processes import Process
+from tests.multiprocess.run_audit import Audit, read_journal
+from tests.multiprocess.run_harness import OPEN_END, Run, running
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(600)]
 

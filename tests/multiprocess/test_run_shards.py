@@ -13,7 +13,9 @@ import pytest
 
 from isthmus.trainer.data.prep.preparing import Settings, prepare
 from isthmus.trainer.data.prepared import PreparedText
-from tests.multiprocess.run_harness import LEFT, OPEN_END, Process, assert_same_commits, running
+from tests.multiprocess.processes import LEFT, Process
+from tests.multiprocess.run_audit import assert_same_commits
+from tests.multiprocess.run_harness import OPEN_END, running
 from tests.multiprocess.test_run_audit import audited
 from tests.unit.trainer.prep_rig import documents, write_jsonl, write_parquet
 

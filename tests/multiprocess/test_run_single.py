@@ -19,8 +19,10 @@ from isthmus.trainer.checkpoint.checkpoint import FOLDER_NAME, CheckpointStore
 from isthmus.trainer.config.wiring import training_job
 from isthmus.trainer.data.corpus import load_corpus
 from isthmus.trainer.workers.inner_loop import InnerLoop
+from tests.multiprocess.processes import Process
 from tests.multiprocess.run_again import Account
-from tests.multiprocess.run_harness import Process, assert_same_commits, running
+from tests.multiprocess.run_audit import assert_same_commits
+from tests.multiprocess.run_harness import running
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(600)]
 

@@ -18,17 +18,9 @@ from isthmus.elastic.journal.etcd_store import EtcdStore
 from isthmus.elastic.journal.store import verified
 from tests.multiprocess.etcd_cluster import Cluster, etcd_nodes, needs_etcd
 from tests.multiprocess.ports import free_ports
-from tests.multiprocess.run_harness import (
-    LEFT,
-    OPEN_END,
-    Audit,
-    Process,
-    Run,
-    assert_same_commits,
-    now_s,
-    running,
-    wall_s,
-)
+from tests.multiprocess.processes import LEFT, Process
+from tests.multiprocess.run_audit import Audit, assert_same_commits
+from tests.multiprocess.run_harness import OPEN_END, Run, now_s, running, wall_s
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(600), needs_etcd]
 

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.multiprocess.run_harness import OPEN_END, Audit, assert_same_commits, read_journal, running
+from tests.multiprocess.run_audit import Audit, assert_same_commits, read_journal
+from tests.multiprocess.run_harness import OPEN_END, running
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(600)]
 

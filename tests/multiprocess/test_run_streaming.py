@@ -7,17 +7,9 @@ from pathlib import Path
 import pytest
 
 from isthmus.elastic.core.records import CommitRecord
-from tests.multiprocess.run_harness import (
-    OPEN_END,
-    Audit,
-    Process,
-    Run,
-    assert_same_commits,
-    is_frozen_between_checkpoints,
-    newest_checkpoint,
-    read_journal,
-    running,
-)
+from tests.multiprocess.processes import Process
+from tests.multiprocess.run_audit import Audit, assert_same_commits, read_journal
+from tests.multiprocess.run_harness import OPEN_END, Run, is_frozen_between_checkpoints, newest_checkpoint, running
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(600)]
 

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.multiprocess.run_harness import Process, Run, running
+from tests.multiprocess.processes import Process
+from tests.multiprocess.run_harness import Run, running
 from tests.unit.trainer.screen import COLUMNS, Screen
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(600)]

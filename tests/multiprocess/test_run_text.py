@@ -11,7 +11,9 @@ from typing import Any
 import pytest
 
 from tests.multiprocess.other_python import VERSION
-from tests.multiprocess.run_harness import LEFT, OPEN_END, Process, Run, assert_same_commits, running
+from tests.multiprocess.processes import LEFT, Process
+from tests.multiprocess.run_audit import assert_same_commits
+from tests.multiprocess.run_harness import OPEN_END, Run, running
 from tests.multiprocess.test_run_audit import audited
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(600)]

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from scripts.chaoslab import walled
-from tests.multiprocess.run_harness import OPEN_END, assert_same_commits, broken_rounds, make_folder, running
+from tests.multiprocess.run_audit import assert_same_commits
+from tests.multiprocess.run_harness import OPEN_END, broken_rounds, make_folder, running
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(600)]
 

@@ -31,7 +31,7 @@ from isthmus.trainer.workers.pool import WorkerPool
 from isthmus.trainer.workers.process import WorkerDied
 from isthmus.trainer.workers.shared_buffer import SharedBuffer
 from isthmus.trainer.workers.start import STACK_SIGNAL, fork_server, start_worker
-from tests.multiprocess.run_harness import leave_memory
+from tests.multiprocess.processes import leave_memory
 
 pytestmark = pytest.mark.multiprocess
 

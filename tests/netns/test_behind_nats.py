@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.multiprocess.run_harness import OPEN_END, Process, assert_same_commits, broken_rounds, running
+from tests.multiprocess.processes import Process
+from tests.multiprocess.run_audit import assert_same_commits
+from tests.multiprocess.run_harness import OPEN_END, broken_rounds, running
 from tests.netns.machines import MARKS, two_behind_nats
 
 pytestmark = [

@@ -21,16 +21,9 @@ import pytest
 from isthmus.collective.core.address import candidates_of, split_address
 from isthmus.trainer.contact.ticket import encode_ticket, read_ticket
 from scripts.wanlink.wan import Wan
-from tests.multiprocess.run_harness import (
-    ISTHMUS,
-    OPEN_END,
-    Process,
-    Run,
-    assert_same_commits,
-    broken_rounds,
-    now_s,
-    running,
-)
+from tests.multiprocess.processes import ISTHMUS, Process
+from tests.multiprocess.run_audit import assert_same_commits
+from tests.multiprocess.run_harness import OPEN_END, Run, broken_rounds, now_s, running
 from tests.netns.machines import MARKS, World, two_behind_nats, why_no_wan
 from tests.unit.trainer.test_doctor_report import SCHEMA
 

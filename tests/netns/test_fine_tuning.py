@@ -8,7 +8,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from tests.multiprocess.run_harness import Event, Process, assert_same_commits, running
+from tests.multiprocess.processes import Event, Process
+from tests.multiprocess.run_audit import assert_same_commits
+from tests.multiprocess.run_harness import running
 from tests.multiprocess.test_run_audit import audited
 from tests.netns.machines import MARKS, two_machines
 from tests.unit.trainer.prep_rig import documents, write_jsonl

@@ -6,15 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.multiprocess.run_harness import (
-    OPEN_END,
-    Process,
-    Run,
-    assert_same_commits,
-    broken_rounds,
-    make_folder,
-    running,
-)
+from tests.multiprocess.processes import Process
+from tests.multiprocess.run_audit import assert_same_commits
+from tests.multiprocess.run_harness import OPEN_END, Run, broken_rounds, make_folder, running
 from tests.netns.machines import MARKS, World, two_machines
 
 TINY_LOOP = (str(Path(__file__).parents[1] / "multiprocess" / "attached.py"),)

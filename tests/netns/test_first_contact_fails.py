@@ -12,17 +12,9 @@ import pytest
 
 from isthmus.collective.core.address import candidates_of, split_address
 from isthmus.trainer.contact.ticket import encode_ticket, read_ticket
-from tests.multiprocess.run_harness import (
-    OPEN_END,
-    Process,
-    Run,
-    assert_same_commits,
-    broken_rounds,
-    make_folder,
-    now_s,
-    running,
-    wall_s,
-)
+from tests.multiprocess.processes import Process
+from tests.multiprocess.run_audit import assert_same_commits
+from tests.multiprocess.run_harness import OPEN_END, Run, broken_rounds, make_folder, now_s, running, wall_s
 from tests.netns.machines import MARKS, Machine, World
 
 pytestmark = [*MARKS, pytest.mark.timeout(600)]

@@ -13,7 +13,9 @@ import pytest
 
 from isthmus.collective.core.address import candidates_of, split_address
 from isthmus.trainer.contact.ticket import read_ticket
-from tests.multiprocess.run_harness import LEFT, OPEN_END, Run, assert_same_commits, running
+from tests.multiprocess.processes import LEFT
+from tests.multiprocess.run_audit import assert_same_commits
+from tests.multiprocess.run_harness import OPEN_END, Run, running
 from tests.netns.machines import MARKS, Machine, World
 
 pytestmark = [*MARKS, pytest.mark.timeout(600)]

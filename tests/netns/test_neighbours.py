@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from isthmus.trainer.control_groups import num_processors
-from tests.multiprocess.run_harness import OPEN_END, Process, running
+from tests.multiprocess.processes import Process
+from tests.multiprocess.run_harness import OPEN_END, running
 from tests.netns.machines import MARKS
 
 MOST = num_processors()

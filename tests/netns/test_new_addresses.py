@@ -10,7 +10,9 @@ import pytest
 
 from isthmus.collective.core.address import candidates_of, split_address
 from isthmus.trainer.contact.ticket import read_ticket
-from tests.multiprocess.run_harness import LEFT, OPEN_END, Process, assert_same_commits, running
+from tests.multiprocess.processes import LEFT, Process
+from tests.multiprocess.run_audit import assert_same_commits
+from tests.multiprocess.run_harness import OPEN_END, running
 from tests.netns.machines import MARKS, Machine, World
 
 pytestmark = [*MARKS, pytest.mark.timeout(600)]

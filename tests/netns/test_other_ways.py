@@ -10,7 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.multiprocess.run_harness import OPEN_END, Process, Run, assert_same_commits, running
+from tests.multiprocess.processes import Process
+from tests.multiprocess.run_audit import assert_same_commits
+from tests.multiprocess.run_harness import OPEN_END, Run, running
 from tests.netns.machines import MARKS, Machine, World, two_machines
 
 pytestmark = [*MARKS, pytest.mark.timeout(600)]

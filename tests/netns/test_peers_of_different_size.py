@@ -7,15 +7,9 @@ from pathlib import Path
 import pytest
 
 from scripts.bench_sizes import throttled
-from tests.multiprocess.run_harness import (
-    NEVER_LATE,
-    OPEN_END,
-    Audit,
-    Process,
-    assert_same_commits,
-    read_journal,
-    running,
-)
+from tests.multiprocess.processes import Process
+from tests.multiprocess.run_audit import Audit, assert_same_commits, read_journal
+from tests.multiprocess.run_harness import NEVER_LATE, OPEN_END, running
 from tests.multiprocess.test_run_audit import audited
 from tests.netns.machines import MARKS, World
 

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from scripts.wanlink.wan import Wan
-from tests.multiprocess.run_harness import OPEN_END, Process, Run, running
+from tests.multiprocess.processes import Process
+from tests.multiprocess.run_harness import OPEN_END, Run, running
 from tests.netns.machines import MARKS, why_no_wan
 
 ROUND_TRIP_MS, MBIT, PAYLOAD_SHARE = 60, 8, 1448 / 1514

@@ -16,18 +16,9 @@ import pytest
 
 from scripts.chaoslab.mute import MUTE
 from scripts.wanlink.wan import Wan
-from tests.multiprocess.run_harness import (
-    LEFT,
-    OPEN_END,
-    Audit,
-    Process,
-    Run,
-    assert_same_commits,
-    now_s,
-    read_journal,
-    running,
-    wall_s,
-)
+from tests.multiprocess.processes import LEFT, Process
+from tests.multiprocess.run_audit import Audit, assert_same_commits, read_journal
+from tests.multiprocess.run_harness import OPEN_END, Run, now_s, running, wall_s
 from tests.netns.machines import MARKS, why_no_wan
 
 _IMPOSSIBLE = why_no_wan()

@@ -4,7 +4,9 @@
 import math
 import signal
 
-from tests.multiprocess.run_harness import OPEN_END, Process, Run, assert_same_commits
+from tests.multiprocess.processes import Process
+from tests.multiprocess.run_audit import assert_same_commits
+from tests.multiprocess.run_harness import OPEN_END, Run
 
 DIVERGED, INTEGRITY = 8, 9
 THREE = ("--members.start_peers", "3", "--run.outer_steps", str(OPEN_END))
