@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The training loop of one worker that is alone; several workers are in tests/multiprocess/test_workers.py."""
+"""The training loop of one worker that is alone; several workers are in tests/multiprocess/workers."""
 
 from collections.abc import Iterator
 from typing import get_args
