@@ -19,7 +19,7 @@ from isthmus.trainer.workers.shared_buffer import SharedBuffer
 
 pytestmark = pytest.mark.multiprocess
 
-TIMEOUT_S = 50.0
+TIMEOUT_S = 180.0
 
 
 class Uneven(nn.Module):

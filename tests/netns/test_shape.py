@@ -67,7 +67,7 @@ with socket.create_server((host, 0)) as server:
 """
 SENDER = """
 import socket, sys
-with socket.create_connection((sys.argv[1], int(sys.argv[2])), timeout=20) as connection:
+with socket.create_connection((sys.argv[1], int(sys.argv[2])), timeout=60) as connection:
     try:
         while True:
             connection.sendall(bytes(1 << 16))
@@ -80,7 +80,7 @@ import socket, sys, time
 host = sys.argv[1]
 def knock(port):
     started = time.monotonic()
-    socket.create_connection((host, port), timeout=20).close()
+    socket.create_connection((host, port), timeout=60).close()
     return time.monotonic() - started
 print(min(knock(int(sys.argv[2])) for _ in range(5)) * 1e3)
 """
@@ -120,7 +120,7 @@ class Link:
             assert receiving.stdout is not None
             port = receiving.stdout.readline().strip()
             must([*self.as_daemon(), sys.executable, "-c", SENDER, self.far_address, port])
-            result, _ = receiving.communicate(timeout=30)
+            result, _ = receiving.communicate(timeout=60)
         return float(result) * 8 / 1e6
 
     def round_trip_ms(self, *, as_root: bool = False) -> float:
@@ -131,7 +131,7 @@ class Link:
             port = accepting.stdout.readline().strip()
             who = inside(self.near) if as_root else self.as_daemon()
             shortest_ms = must([*who, sys.executable, "-c", KNOCK, self.far_address, port])
-            accepting.communicate(timeout=30)
+            accepting.communicate(timeout=60)
         return float(shortest_ms)
 
 
@@ -143,7 +143,7 @@ def run(command: list[str], **variables: str) -> subprocess.CompletedProcess[str
     environment = os.environ | variables
     with tempfile.TemporaryFile("w+") as errors:  # no pipe: the emulator goes on having it, and it would not end
         done = subprocess.run(
-            command, stdout=subprocess.PIPE, stderr=errors, text=True, timeout=40, check=False, env=environment
+            command, stdout=subprocess.PIPE, stderr=errors, text=True, timeout=120, check=False, env=environment
         )
         errors.seek(0)
         done.stderr = errors.read()
