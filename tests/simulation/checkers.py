@@ -83,12 +83,16 @@ class Checkers:
         self._blame = Blame()
         self._words = Words(self.history)
         self._entries = Entries(
-            sim.options.min_peers, sim.coordinator_config.rebuild_grace_s, sim.coordinator_config.meet_timeout_s
+            lambda: sim.quorum,
+            sim.coordinator_config.rebuild_grace_s,
+            sim.coordinator_config.meet_timeout_s,
+            sim.coordinator_config.orphan_timeout_s,
         )
         self._reasons = Reasons(sim.coordinator_config, lambda: sim.coordinator.awake_s())
         self.patience = Patience(
             sim.world,
             sim.options,
+            quorum=lambda: sim.quorum,
             work_of=lambda ref: sim.peers[ref.peer_id].work_of(ref),
             round_work=sim.coordinator_config.round_inner_steps,
         )
@@ -123,10 +127,10 @@ class Checkers:
     def persisted(self, record: Record) -> None:
         self._news = True
         views = self.history.views
-        before = views[-1] if views else None
+        before, quorum = views[-1] if views else None, self._sim.quorum
         self.history.persisted(record, self._sim.world.now)
         self.certificates.persisted(record)
-        self._sim.marks.persisted(record, before, self._sim.options.min_peers)
+        self._sim.marks.persisted(record, before, quorum)
         match record:
             case ViewRecord(view=view, excused=excused):
                 self._sim.world.say("view", view.epoch, [name(member.ref) for member in view.members], record.cause)
@@ -143,7 +147,7 @@ class Checkers:
                 self._sim.world.say("commit", record.key, record.digest.hex()[:6])
                 demand(before is not None and before.epoch == record.key.epoch, "I8", "a commit of another epoch")
                 assert before is not None
-                few = len(record.contributions) < self._sim.options.min_peers
+                few = len(record.contributions) < quorum
                 demand(not few, "quorum", f"committed by {len(record.contributions)}")
                 payloads = self._work.committed(record, before)
                 self._courses.committed(record, payloads)
@@ -184,6 +188,7 @@ class Checkers:
     def lost(self, sender: PeerRef) -> None:
         """The machine is about to hear that this connection is gone."""
         self._reasons.lost(sender)
+        self._entries.lost(sender)
         self._leavers.connection_lost(sender)
 
     def decided(self, effects: Sequence[CoordinatorEffect]) -> None:
@@ -232,6 +237,9 @@ class Checkers:
                 continue
             is_newer = said.outer_step > target and self.history.states.get(said.outer_step) == said.digest
             demand(not is_newer, "I3", f"{name(node.ref)} has brought step {said.outer_step} in vain")
+        commits = self.history.lineage.commits
+        if commits:
+            self._entries.goes_back(commits[-1], self._sim.coordinator.awake_s())
 
     def told(self, to: PeerRef, message: CoordinatorMessage, *, leads: bool = True) -> None:
         if not leads:  # it may say what it knew, and nothing that it could not write
@@ -474,7 +482,7 @@ class Checkers:
             return ""  # the journal was lost, and the active ones have not heard yet
         if not all(node.machine is not None and node.machine.phase is Phase.ACTIVE for node in core):
             return ""
-        if len(core) < sim.options.min_peers:
+        if len(core) < sim.quorum:
             return "waits for a quorum"  # somebody left for good
         refs = {node.ref for node in core}
         records = list(self.history.commits.values())[first:]

@@ -8,13 +8,15 @@ vain several times in a row stays out for twice as many commits each time. A run
 its state.
 """
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 
 from isthmus.collective.core.types import PeerId, PeerRef, View
 from isthmus.elastic.core.messages import (
     CoordinatorMessage,
     Evicted,
     Goodbye,
+    Held,
+    Join,
     Leave,
     Meet,
     Met,
@@ -22,6 +24,7 @@ from isthmus.elastic.core.messages import (
     Rebuilt,
     Refused,
     RoundFailed,
+    Synced,
     Welcome,
 )
 from isthmus.elastic.core.records import CommitRecord, RebuildRecord, RollbackRecord, ViewRecord
@@ -36,15 +39,17 @@ class Entries:
     """Books of links, of waits in vain, and of who is awaited.
 
     Args:
-        min_peers: with fewer members nobody pauses.
+        quorum: so many members a commit needs now; with fewer nobody pauses.
         patience_s: how long a run that went back waits for those that hold its state.
         meet_s: how long two have to make a link.
+        orphan_s: how long it waits for them while fewer than half of those that made its newest commit are here.
     """
 
-    def __init__(self, min_peers: int, patience_s: float, meet_s: float) -> None:
-        self._min_peers = min_peers
+    def __init__(self, quorum: Callable[[], int], patience_s: float, meet_s: float, orphan_s: float) -> None:
+        self._quorum = quorum
         self._patience_s = patience_s
         self._meet_s = meet_s
+        self._orphan_s = orphan_s
         self._met: set[tuple[PeerRef, PeerRef]] = set()  # as the first one says
         self._unmet: set[tuple[PeerRef, PeerRef]] = set()  # likewise, at any time
         self._accused: set[frozenset[PeerId]] = set()  # one could not finish a round for the other, at any time
@@ -52,6 +57,8 @@ class Entries:
         self._apart: set[frozenset[PeerRef]] = set()  # had no link in some view
         self._together: set[frozenset[PeerRef]] = set()  # were in one view
         self._members: set[PeerRef] = set()
+        self._here: set[PeerRef] = set()  # have said that they are
+        self._held: set[tuple[PeerRef, Held]] = set()  # as they have said
         self._learners: set[PeerRef] = set()  # welcome, and not sent away since
         self._leaving: set[PeerRef] = set()  # will be no members any more
         self._waits: dict[PeerRef, int] = {}  # in vain, in a row
@@ -65,6 +72,8 @@ class Entries:
         """Its own patience is forgotten with it."""
         self._met.clear()
         self._learners.clear()
+        self._here.clear()
+        self._held.clear()
         self._waits.clear()
         self._excused.clear()
         self._awaited, self._looked_at, self._without_s = None, None, 0.0
@@ -74,8 +83,21 @@ class Entries:
         gap_s, self._looked_at = now - (now if self._looked_at is None else self._looked_at), now
         self._without_s += min(max(gap_s, 0.0), LOOKS_EVERY_S)
 
+    def _hold(self, sender: PeerRef, held: Held | None) -> None:
+        if held is not None:
+            self._held.add((sender, held))
+
+    def lost(self, sender: PeerRef) -> None:
+        """Its connection is gone."""
+        self._here.discard(sender)
+
     def brought(self, sender: PeerRef, message: PeerMessage) -> None:
         match message:
+            case Join(held=held):
+                self._here.add(sender)
+                self._hold(sender, held)
+            case Synced(held=held):
+                self._hold(sender, held)
             case Met():
                 self._met |= {(sender, peer) for peer in message.peers}
                 self._unmet |= {(sender, item.ref) for item in message.unmet}
@@ -122,12 +144,23 @@ class Entries:
         for item in record.contributions:
             self._waits.pop(item.ref, None)
 
+    def goes_back(self, given_up: CommitRecord, now: float) -> None:
+        """The run is to give up a commit. Who has fetched it since counts like those that made it."""
+        self.looked(now)
+        made = {item.ref.peer_id for item in given_up.contributions}
+        named = made | {ref.peer_id for ref, held in self._held if held.digest == given_up.digest}
+        num_here = len(named & {ref.peer_id for ref in self._here})
+        is_long = self._without_s >= self._orphan_s - 1e-6
+        said = f"{num_here} of {len(named)} are here when their commit is given up"
+        demand(2 * num_here >= len(named) or is_long, "I3", f"{said}, {self._without_s:.1f} s after the last member")
+
     def rebuilt(self, record: RebuildRecord | RollbackRecord, now: float) -> None:
         refs = record.testified if isinstance(record, RebuildRecord) else record.holders
         if isinstance(record, RollbackRecord):
             self.looked(now)
             waited = self._without_s >= self._patience_s - 1e-6
             demand(waited, "I3", f"the run goes back after {self._without_s:.1f} s without members")
+        self._here.clear()
         self._awaited = {ref.peer_id for ref in refs}, now
         self._excused.clear()
 
@@ -142,7 +175,7 @@ class Entries:
         self._demand_trying(apart, _linked(before) if before is not None and is_next else set(), now)
         for ref in (ref for ref in members if ref not in old):
             self._demand_links(ref, members, apart)
-            if len(old) >= self._min_peers:
+            if len(old) >= self._quorum():
                 self._demand_pause(ref)
         pairs = {frozenset((one, other)) for one in members for other in members if one != other}
         self._together |= pairs - apart

@@ -70,6 +70,8 @@ class History:
         self.grants: set[tuple[PeerRef, int]] = set()
         self.newest: Held | None = None
         self.final = False
+        self.has_begun = False
+        """Whether the state that the run goes on from is of a commit."""
         self.rebuilt_epoch = 0
         self._epoch = 0  # the newest one in the journal
         self.put_out: dict[PeerId, Incarnation] = {}
@@ -85,6 +87,13 @@ class History:
         return any(peer_id == ref.peer_id and ref.incarnation <= newest for peer_id, newest in self.was_put_out)
 
     def persisted(self, record: Record, now: float) -> None:
+        match record:
+            case CommitRecord():
+                self.has_begun = True
+            case RebuildRecord(certificate=certificate) | RollbackRecord(certificate=certificate):
+                self.has_begun = certificate is not None
+            case _:
+                pass
         match record:
             case Genesis():
                 demand(self.newest is None, "I3", "a second genesis")

@@ -92,7 +92,10 @@ def _fewer_peers(failure: Failure) -> Options | None:
     if num_peers < 1:
         return None
     return options.with_(
-        num_peers=num_peers, num_late=min(options.num_late, num_peers - 1), min_peers=min(options.min_peers, num_peers)
+        num_peers=num_peers,
+        num_late=min(options.num_late, num_peers - 1),
+        min_peers=min(options.min_peers, num_peers),
+        start_peers=min(options.start_peers, num_peers),
     )
 
 

@@ -67,6 +67,7 @@ class Options:
     """Peers that exist; `num_late` of them start during the run."""
     num_late: int = 0
     min_peers: int = 1
+    start_peers: int = 1
     outer_steps: int = 100_000
     num_fragments: int = 1
     steps_per_round: int = 1
@@ -175,6 +176,8 @@ class Options:
     coordinator_pause_rate: float = 0.0
     power_cut_rate: float = 0.0
     """All processes are gone within 50 ms; what is on the disks stays."""
+    power_return_s: float = 6.0
+    """After which the last of them that start by themselves have started."""
     disk_loss_rate: float = 0.0
     """The coordinator dies and its journal with it."""
     forged_certificates: float = 0.0
@@ -367,7 +370,13 @@ class Options:
         """What few seeds have, drawn apart: all others keep their histories."""
         rng = random.Random(f"rare options of {seed}")
         made = self.with_(alone_leave_rate=0.1 if rng.random() < 0.08 else 0.0)
-        return made.with_(hoards=random.Random(f"hoards of {seed}").random() < 0.06)
+        made = made.with_(hoards=random.Random(f"hoards of {seed}").random() < 0.06)
+        rng = random.Random(f"more rare options of {seed}")
+        # Of a liar and the one that it blames one is out by turns, for longer each time: then no commit may ever begin.
+        if self.power_cut_rate and rng.random() < 0.5:  # a minority is back long before the others
+            made = made.with_(power_return_s=60.0, safety_s=max(60.0, self.safety_s))
+        has_many = not self.lie and rng.random() < 0.25
+        return made.with_(start_peers=min(self.num_peers, rng.randint(2, 6))) if has_many else made
 
     def with_(self, **changes: object) -> "Options":
         """The same but for these."""

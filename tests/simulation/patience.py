@@ -33,18 +33,25 @@ class Patience:
     Args:
         world: for the time.
         options: of the seed.
+        quorum: so many members a commit needs now.
         work_of: how many inner steps this start of a peer has done; None if it is gone.
         round_work: as many are a round.
     """
 
     def __init__(
-        self, world: World, options: Options, *, work_of: Callable[[PeerRef], int | None], round_work: int
+        self,
+        world: World,
+        options: Options,
+        *,
+        quorum: Callable[[], int],
+        work_of: Callable[[PeerRef], int | None],
+        round_work: int,
     ) -> None:
         self._world = world
         self._work_of = work_of
         self._round_work = round_work
         self._idle: dict[PeerRef, int] = {}  # excused, and has handed nothing in since; its work until then
-        self._min_peers = options.min_peers
+        self._quorum = quorum
         self._stall_floor_s = options.stall_floor_s
         self._exchange_began = 0.0
         self._longest_exchange_s = 0.0
@@ -146,7 +153,7 @@ class Patience:
             self._judge_the_late()
             self._complete_since = None  # nobody is late any more
             return
-        quorum = max(self._min_peers, math.ceil(0.5 * self._num_standing))
+        quorum = max(self._quorum(), math.ceil(0.5 * self._num_standing))
         ready, proven = self._ready & self._members, self._proven & self._members
         is_complete = len(ready) >= quorum and (not proven or bool(proven & ready))
         if self._complete_since is None and is_complete:

@@ -77,6 +77,7 @@ class Simulator:
             outer_steps=self.options.outer_steps,
             round_inner_steps=2,
             min_peers=self.options.min_peers,
+            start_peers=self.options.start_peers,
             stall_floor_s=self.options.stall_floor_s,
             stall_initial_s=2 * self.options.stall_floor_s,
             recover_grace_s=3.0,
@@ -188,7 +189,7 @@ class Simulator:
         for node in self.peers.values():
             core = self.core()
             holder_up = any(self.checkers.holds_newest(item) for item in core)
-            if len(core) < self.options.min_peers or not holder_up:
+            if len(core) < self.quorum or not holder_up:
                 node.hang(False)
                 if not node.votes:
                     node.hang_absorb(False)
@@ -234,6 +235,12 @@ class Simulator:
         members = {member.ref for member in history.members()}
         is_known = history.was_in_a_commit(node.peer_id) and (not members or node.ref in members)
         return is_known and not node.is_leaving and self.checkers.holds_newest(node)
+
+    @property
+    def quorum(self) -> int:
+        """How many members a commit needs now."""
+        options = self.options
+        return options.min_peers if self.checkers.history.has_begun else max(options.min_peers, options.start_peers)
 
     def core(self) -> list[PeerNode]:
         """The peers that have to be members in the end."""
