@@ -144,6 +144,13 @@ class RoundMachine:
         is_awaited = not self._opened[rank] or self._must_hear >> rank & 1 == 1
         return is_awaited or self._missing_parts[rank] > 0 or self._missing_results[rank] > 0
 
+    def hears_through(self, rank: int) -> bool:
+        """Whether this member may still have to tell us that one has come with which we have no link.
+
+        Nothing of its own need be missing, so it is not blamed for that. But what it told may be lost with a link.
+        """
+        return any(not self._opened[other] and self.hears_of(other, via=rank) for other in self._unlinked)
+
     def num_missing(self, rank: int) -> int:
         """Chunks that this member still has to send us."""
         return self._missing_parts[rank] + self._missing_results[rank]

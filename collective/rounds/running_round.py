@@ -250,8 +250,9 @@ class RunningRound:
         return self.machine.num_unopened == 0
 
     def concerns(self, rank: int) -> bool:
-        """Whether the round cannot end without this member: it owes us something, or we owe it."""
-        return rank != self.rank and (self.machine.needs(rank) or self._outbox.holds_for(rank))
+        """Whether the round cannot end without this link: one owes the other something, or has to tell of a third."""
+        is_awaited = self.machine.needs(rank) or self.machine.hears_through(rank)
+        return rank != self.rank and (is_awaited or self._outbox.holds_for(rank))
 
     def owes_now(self, rank: int) -> bool:
         """Whether bytes must be moving between us: what it owes depends on nobody else, or it does not take ours."""

@@ -192,6 +192,11 @@ class Certificates:
             known = self._told.get(chosen.key)
             is_told = known is not None and encode_certificate(known) == encode_certificate(chosen)
             demand(is_told, "I1", "rebuilt from a certificate that nobody was ever told")
+        if not record.insisted:
+            named = set() if chosen is None else {item.peer_id for item in chosen.contributors}
+            testified = {ref.peer_id for ref in record.testified} & named
+            few = f"{len(testified)} of {len(named)} testify, and the run is rebuilt by nobody's wish"
+            demand(2 * len(testified) > len(named), "I3", few)
         for ref, certificate in self._brought.items():
             if self._sim.peers[ref.peer_id].ref == ref:
                 newer = chosen is None or certificate.order > chosen.order

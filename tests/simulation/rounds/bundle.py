@@ -48,7 +48,7 @@ class Bundle:
         self.is_dialler = peer.peer_id < ref.peer_id
         self.closed = self.is_refused = self.was_connected = self.is_met = False
         self.heard = self.moved = 0
-        self.heard_at = peer.world.now
+        self.heard_at = self.moved_at = peer.world.now
         self.round_trip_s = 0.0
         self.notices: deque[Outgoing] = deque()
         self.results: deque[Outgoing] = deque()
@@ -71,7 +71,7 @@ class Bundle:
         if self.peer.is_paused:
             return
         window, network, rng = self.peer.options.window, self.peer.network, self.peer.world.rng
-        while self.notices or self.results or self.parts:
+        while self.notices or (not self.peer.is_jammed and (self.results or self.parts)):
             free = [link for link in self.links.values() if link.end_at(self.peer.peer_id).num_unread < window]
             if not free:
                 return
@@ -84,7 +84,7 @@ class Bundle:
 
     def give_sign(self) -> None:
         """Say that we are there, unless something waits to be sent anyway."""
-        if not (self.notices or self.results or self.parts):
+        if self.peer.is_jammed or not (self.notices or self.results or self.parts):
             self.notices.append(Notice(Frame(SIGN, self.peer_ref)))
             self.pump()
 
@@ -110,12 +110,16 @@ class Bundle:
             self.peer.network.reject(link, link.end_at(self.peer.peer_id))
             self.on_lost(link, is_their_fault=True)
         elif frame.kind != SIGN:
-            self.moved += 1
+            self._move()
             self.peer.on_frame(self, frame)
+
+    def _move(self) -> None:
+        self.moved += 1
+        self.moved_at = self.peer.world.now
 
     def on_ack(self, frame: Frame) -> None:
         if frame.kind != SIGN:
-            self.moved += 1
+            self._move()
         if self.peer.start_number == self.start:
             self.pump()
 

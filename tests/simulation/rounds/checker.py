@@ -150,12 +150,17 @@ class RoundChecker:
             return
         now, network = self.sim.world.now, self.sim.network
         for rank in operation.machine.waiting_for():
-            if not operation.machine.has_opened(rank) or operation.bundles[rank] is None:
+            bundle = operation.bundles[rank]
+            if not operation.machine.has_opened(rank) or bundle is None:
                 continue  # of who has no link with us a third member tells
             other = self.sim.peers[operation.view.members[rank].peer_id]
             hung_s = now - max(other.paused_since, operation.posted_at) if other.is_paused else 0.0
             if hung_s > SILENCE_S + MARGIN_S:
                 self._fail("I4", operation, f"does not notice that {other.name} hangs")
+            since = max(other.jammed_since, operation.posted_at, bundle.moved_at)
+            jammed_s = now - since if other.is_jammed else 0.0
+            if jammed_s > SILENCE_S + MARGIN_S and operation.machine.owes_own_parts(rank):
+                self._fail("I4", operation, f"does not notice that {other.name} sends nothing that is needed")
             cut_since = network.broken_since(operation.peer.peer_id, other.peer_id)
             if cut_since is not None and now - max(cut_since, operation.posted_at) > CUT_IS_FOUND_S:
                 self._fail("I4", operation, f"does not notice that {other.name} is cut off")
@@ -178,6 +183,7 @@ class RoundChecker:
             or other.ref != member.ref
             or other.is_paused
             or other.resumed_at >= since
+            or max(me.jammed_until, other.jammed_until) >= since
             or network.is_broken(me.peer_id, other.peer_id)
             or network.fault_at.get(pair_of(me.peer_id, other.peer_id), -1.0) >= since
             or self.sim.server.view.epoch > operation.key.epoch

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from tests.simulation.rounds.network import SERVER
+from tests.simulation.rounds.options import ROUND_S
 
 if TYPE_CHECKING:
     from tests.simulation.rounds.peer import Peer
@@ -22,6 +23,7 @@ class RoundFaults:
         options = self.sim.options
         self._every(options.crash_rate, self.crash)
         self._every(options.pause_rate, self.pause)
+        self._every(options.jam_rate, self.jam)
         self._every(options.cut_rate, self.cut)
         self._every(options.break_rate, self.break_link)
         self._every(options.view_rate, self.sim.server.change_for_no_reason)
@@ -59,6 +61,12 @@ class RoundFaults:
         if peer is not None:
             peer.pause(self.rng.choice((0.3, 1.0, 2.5)) * self.rng.uniform(0.5, 1.5))
 
+    def jam(self) -> None:
+        """Not one after the other: whom nobody can blame, since others' chunks go through it, would hold a round up."""
+        peer, since = self._somebody(), self.sim.world.now - ROUND_S / 2
+        if peer is not None and all(other.jammed_until < since for other in self.sim.peers.values()):
+            peer.jam(self.rng.choice((0.3, 1.0, 2.5)) * self.rng.uniform(0.5, 1.5))
+
     def cut(self) -> None:
         """Between two sites, in one way or both, or around one site, the server included."""
         network = self.sim.network
@@ -79,7 +87,8 @@ class RoundFaults:
 
     def break_link(self) -> None:
         if len(self.sim.peers) > 1:
-            self.sim.network.break_link(*self.rng.sample(list(self.sim.peers), 2))
+            one, other = self.rng.sample(list(self.sim.peers), 2)
+            self.sim.network.break_link(one, other)
 
     def cancel(self) -> None:
         peer = self._somebody()

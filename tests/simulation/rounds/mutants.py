@@ -82,7 +82,14 @@ class KnowsNoCredit(RoundMachine):
         effects.append(order)
 
 
-class HandsOnOnlyOnce(RoundMachine):
+class HearsThroughNobody(RoundMachine):
+    """Whoever waits for a third member's opening needs nothing of who hands it on."""
+
+    def hears_through(self, rank: int) -> bool:
+        return False
+
+
+class HandsOnOnlyOnce(HearsThroughNobody):
     def handle(self, event: RoundEvent) -> Sequence[RoundEffect]:
         effects = super().handle(event)
         if isinstance(event, LinkRenewed):
@@ -143,6 +150,16 @@ class MindsNoSilence(ProgressWatch):
         return result
 
 
+class MindsNoJam(ProgressWatch):
+    """Who gives signs of life may keep back what it owes for ever."""
+
+    def is_stalled(self, now: Instant, *, owes: bool, share: float = 1.0) -> bool:
+        moved_at, self._moved_at = self._moved_at, now
+        result = super().is_stalled(now, owes=owes, share=share)
+        self._moved_at = moved_at
+        return result
+
+
 def say_nothing(bundle: Bundle) -> None:
     """No sign of life."""
 
@@ -188,6 +205,12 @@ ROUND_MUTANTS = {
     "forgives_nothing": _mutant(
         "time in which a peer was stopped counts against others", PAUSES, watch=ForgivesNothing
     ),
+    "minds_no_jam": _mutant("signs of life excuse who sends nothing", {"jam_rate": 0.5}, watch=MindsNoJam),
+    "mends_no_link_of_a_hub": _mutant(
+        "who waits for a third member's opening does not mend the link over which it comes",
+        HIDDEN | {"num_streams": 2, "compute_s": (0.0, 1.0)},
+        machine=HearsThroughNobody,
+    ),
     "minds_no_silence": _mutant(
         "a member that hangs is awaited as long as what it owes depends on others",
         PAUSES | {"num_operations": 2, "plans": ("ring", "ring")},
@@ -203,15 +226,12 @@ ROUND_MUTANTS = {
         "the credit of a failed round is lent again in the same view", CANCELS, keeps_spent_credit=False
     ),
     "hands_on_only_once": _mutant(
-        "an opening that was lost on its way through a third member stays lost", HIDDEN, machine=HandsOnOnlyOnce
+        "an opening that was lost on its way through a third member stays lost, and nobody minds that member's silence",
+        HIDDEN,
+        machine=HandsOnOnlyOnce,
     ),
     "ends_before_it_hands_on": _mutant(
         "a round ends at the third member before it has an opening to hand on", HIDDEN, machine=EndsBeforeItHandsOn
-    ),
-    "keeps_aborts": _mutant(
-        "who has no link with a member that gives up does not hear of it",
-        HIDDEN | {"cancel_rate": 1.0},
-        hands_aborts_on=False,
     ),
     "holds_every_epoch": _mutant(
         "what a peer sent in views that it has left is held back with the rest", SERVER_CUTS, drops_older_epochs=False

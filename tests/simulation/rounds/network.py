@@ -265,12 +265,12 @@ class Network:
             self._after_close(link, end, loses_flight=True)
             end.bundle.on_lost(link, is_their_fault=False)
 
-    def break_link(self, one: str, other: str) -> None:
-        """One of their links breaks, with all that is on it."""
+    def break_link(self, one: str, other: str, link: Link | None = None) -> None:
+        """One of their links breaks, this one or any, with all that is on it."""
         links = [link for link in self._links.get(pair_of(one, other), ()) if link.ends[0].is_up and link.ends[1].is_up]
         if not links:
             return
-        link = self.world.rng.choice(links)
+        link = link if link is not None else self.world.rng.choice(links)
         self.world.say("link breaks:", one[-2:], other[-2:], "stream", link.stream)
         for end in link.ends:
             end.flying.clear()

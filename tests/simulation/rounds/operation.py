@@ -85,7 +85,7 @@ class Operation:
         if self.is_done:
             return
         if frame.kind == ABORT:
-            for other in self.machine.between(rank) if self.peer.parts.hands_aborts_on else ():
+            for other in self.machine.between(rank):
                 self._notify(other, frame)
             self.fail(f"{self.view.members[rank].peer_id[-2:]} gave up", frame.suspects, is_ours=False)
             return
@@ -141,8 +141,9 @@ class Operation:
     # ------------------------------------------------------------------------ supervision
 
     def concerns(self, rank: int) -> bool:
-        """Whether it cannot end without this member."""
-        return rank != self.rank and (self.machine.needs(rank) or bool(self._unsent[rank]))
+        """Whether it cannot end without the link to this member."""
+        is_awaited = self.machine.needs(rank) or self.machine.hears_through(rank)
+        return rank != self.rank and (is_awaited or bool(self._unsent[rank]))
 
     def owes_now(self, rank: int) -> bool:
         return bool(self._unsent[rank]) or self.machine.owes_own_parts(rank)

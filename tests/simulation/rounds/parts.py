@@ -39,6 +39,5 @@ class RoundParts:
     sign: Callable[[Bundle], None] = sign
     checks_sums: bool = True
     tells_ended: bool = True
-    hands_aborts_on: bool = True
     keeps_spent_credit: bool = True
     drops_older_epochs: bool = True

@@ -6,6 +6,7 @@ waits; frames wait in its kernel. A crash takes everything, at any effect of any
 """
 
 import contextlib
+import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -38,6 +39,7 @@ class Peer:
         self.alive = self.died_silently = False
         self.paused_until = self.paused_since = 0.0
         self.resumed_at = -1.0
+        self.jammed_until = self.jammed_since = -math.inf
         self.fence = Fence.before_any_view()
         self.view: View | None = None
         self.step = -1
@@ -66,7 +68,7 @@ class Peer:
         self.ref = PeerRef(self.peer_id, Incarnation(self.incarnation))
         self.start_number += 1
         self.alive, self.died_silently = True, False
-        self.paused_until, self.resumed_at = 0.0, -1.0
+        self.paused_until, self.resumed_at, self.jammed_until = 0.0, -1.0, -math.inf
         self._backlog: list[tuple[Callable[..., None], tuple[Any, ...]]] = []
         self.fence = Fence.before_any_view()
         self.view = None
@@ -106,6 +108,23 @@ class Peer:
             self.paused_since = self.world.now
         self.paused_until = max(self.paused_until, self.world.now + duration_s)
         self.world.after(duration_s, "resume", self.resume)
+
+    @property
+    def is_jammed(self) -> bool:
+        """Whether its chunks wait, and all else goes on."""
+        return self.world.now < self.jammed_until
+
+    def jam(self, duration_s: float) -> None:
+        self.world.say(self.name, f"sends no chunk for {duration_s:.2f} s")
+        if not self.is_jammed:
+            self.jammed_since = self.world.now
+        self.jammed_until = max(self.jammed_until, self.world.now + duration_s)
+        self.world.after(duration_s, "unjam", self.unjam)
+
+    def unjam(self) -> None:
+        if self.alive and not self.is_jammed:
+            for bundle in tuple(self.bundles.values()):
+                self.run(self.start_number, bundle.pump)
 
     def resume(self) -> None:
         if not self.alive or self.is_paused or self.paused_until <= self.resumed_at:

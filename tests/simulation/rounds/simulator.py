@@ -93,6 +93,8 @@ class RoundSimulator:
         for peer in self.peers.values():
             peer.paused_until = min(peer.paused_until, self.world.now)
             peer.resume()
+            peer.jammed_until = min(peer.jammed_until, self.world.now)
+            peer.unjam()
             peer.start()
         first_commit = -1
 

@@ -6,14 +6,15 @@ from collections.abc import Callable
 import pytest
 
 from isthmus.collective.core.slices import SlicePlan, butterfly
+from isthmus.collective.core.types import RoundKey
 from tests.simulation.rounds.checker import CUT_IS_FOUND_S, MARGIN_S
 from tests.simulation.rounds.network import End, Link, Network
 from tests.simulation.rounds.operation import Operation
-from tests.simulation.rounds.options import DIAL_TIMEOUT_S, PLANS, ROUND_S, SILENCE_S, RoundOptions
+from tests.simulation.rounds.options import DIAL_TIMEOUT_S, INSTALL_GRACE_S, PLANS, ROUND_S, SILENCE_S, RoundOptions
 from tests.simulation.rounds.parts import RoundParts
 from tests.simulation.rounds.peer import Peer
 from tests.simulation.rounds.simulator import RoundSimulator
-from tests.simulation.rounds.values import RESULT, Frame
+from tests.simulation.rounds.values import OPEN, RESULT, Frame
 from tests.simulation.world import Violation
 
 CALM = RoundOptions(compute_s=(0.0, 0.0), latency_s=(0.02, 0.03), jitter_s=0.0, max_chunks_per_slice=3, distrust=0.0)
@@ -187,6 +188,37 @@ def test_that_loss_is_found_only_at_the_deadline_where_nobody_says_what_has_ende
     lose_the_last_results(stage)
     with pytest.raises(Violation, match="stuck"):
         stage.until_committed(1, within_s=2 * ROUND_S)
+
+
+def lose_an_opening_that_is_handed_on(stage: Stage) -> None:
+    """The hub tells of it over a stream that breaks before the other member has come; chunks take the other stream."""
+    hidden, other, hub = stage.peers
+    send, post = stage.network.send, other._post
+
+    def lose(link: Link, end: End, frame: Frame) -> None:
+        if frame.kind == OPEN and frame.sender == hidden.ref and end.site == str(hub.peer_id):
+            stage.network.send = send  # type: ignore[method-assign]
+            stage.network.break_link(str(hub.peer_id), str(other.peer_id), link)
+            other.later(0.5, "post", post, frame.key)
+        else:
+            send(link, end, frame)
+
+    def wait(key: RoundKey) -> None:
+        other._post = post  # type: ignore[method-assign]
+
+    stage.network.send = lose  # type: ignore[method-assign]
+    other._post = wait  # type: ignore[method-assign]
+
+
+def test_opening_that_a_hub_has_handed_on_in_vain_is_asked_for_by_mending_the_link() -> None:
+    """Who waited for it alone needed nothing of the hub's own: it did not mend the link, and waited to the deadline."""
+    stage = Stage(3, num_hidden=2, num_streams=2, window=100)
+    stage.until_committed()
+    stage.until(lambda: stage.sim.world.now > stage.peers[1]._installed_at + INSTALL_GRACE_S, 5.0)
+    stage.until_committed()
+    lose_an_opening_that_is_handed_on(stage)
+    stage.until_committed(2, within_s=5.0)
+    assert not stage.sim.checker.blames
 
 
 def test_dial_that_was_given_up_before_it_was_taken_was_no_contact() -> None:

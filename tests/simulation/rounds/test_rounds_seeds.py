@@ -12,7 +12,7 @@ from tests.simulation.rounds.options import PLANS, RoundOptions
 from tests.simulation.rounds.simulator import RoundSimulator
 
 ROOT = Path(__file__).resolve().parents[3]
-NUM_BLOCKS, SEEDS_A_BLOCK = 4, 40
+NUM_BLOCKS, SEEDS_A_BLOCK = 4, 200
 SEEDS_A_MUTANT = 150
 
 
@@ -26,7 +26,8 @@ def test_no_seed_of_the_collective_layer_breaks_an_invariant(block: int) -> None
 # fmt: off
 CAUGHT_BY = {
     "counts_idle_time": 27, "ends_before_it_hands_on": 1, "finishes_unopened": 3,
-    "forgives_nothing": 64, "forwards_partial_sums": 5, "hands_on_only_once": 3, "keeps_aborts": 17,
+    "forgives_nothing": 64, "forwards_partial_sums": 5, "hands_on_only_once": 3,
+    "mends_no_link_of_a_hub": 50, "minds_no_jam": 16,
     "minds_no_silence": 5, "no_credit": 3, "no_fence": 4, "no_sign_of_life": 17, "opens_only_once": 12,
     "returns_spent_credit": 20, "sends_nothing_again": 7, "silent_about_ended": 10,
 }

@@ -2,6 +2,7 @@
 """Operations among members of which two have no link: everything goes through one that has links with both."""
 
 import asyncio
+from dataclasses import replace
 
 import msgspec
 import pytest
@@ -13,6 +14,10 @@ from isthmus.collective.core.cost import Volume
 from isthmus.collective.core.link_table import LinkTable
 from isthmus.collective.core.planner import choose
 from isthmus.collective.core.slices import broadcast, gather, star
+from isthmus.collective.rounds.outbox import Outbox
+from isthmus.collective.transport.bundle import Bundle
+from isthmus.collective.transport.wire import FrameType
+from tests.unit.collective.conftest import QUICK, wait_until
 
 HUB, ONE, OTHER = range(3)
 APART = frozenset({(ONE, OTHER)})
@@ -99,6 +104,47 @@ async def test_a_member_that_gives_up_is_heard_of_by_one_that_has_no_link_with_i
         assert aborted.value.told_by == one.me.peer_id
 
     await with_trio(work)
+
+
+async def test_word_of_a_member_without_a_link_that_was_lost_with_a_stream_is_not_awaited_to_the_deadline(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """All that the third one owes has come over another stream, and only who waits can dial this one."""
+    held: list[Bundle] = []
+    hand_on = Outbox.hand_on
+
+    def hold(outbox: Outbox, frame_type: FrameType, to: int, **word: object) -> None:
+        if held or to != 1:
+            hand_on(outbox, frame_type, to, **word)
+        else:
+            held.append(outbox.bundle(to))  # the stream has the word, and delivers it to nobody
+
+    settings = {"num_streams": 2, "options": replace(QUICK, install_grace_s=0.0)}
+    async with (
+        open_communicator(0, "127.0.0.1:0", **settings) as one,
+        open_communicator(1, "127.0.0.1:0", **settings) as other,
+        open_communicator(2, "127.0.0.1:0", **settings) as hub,
+    ):
+        communicators = [one, other, hub]
+        view = view_of(0, [str(each.address) for each in communicators])
+        view = msgspec.structs.replace(view, apart=((0, 1),))
+        await asyncio.gather(*(each.install(view) for each in communicators))
+        way = other._mesh.bundles[hub.me]
+        for number in range(100):  # rounds in which somebody is awaited make all streams
+            waiting = asyncio.gather(*(each.all_reduce(each.key(number), torch.ones(10)) for each in (one, other)))
+            await wait_until(lambda waiting=waiting: way.is_whole or waiting.done())
+            await asyncio.gather(hub.all_reduce(hub.key(number), torch.ones(10)), waiting)
+            if way.is_whole and hub._mesh.bundles[other.me].is_whole:
+                break
+        monkeypatch.setattr(Outbox, "hand_on", hold)
+        first, last, third = [
+            asyncio.ensure_future(each.all_reduce(each.key(100), torch.ones(1000))) for each in communicators
+        ]
+        async with asyncio.timeout(10.0):
+            await asyncio.gather(first, third)
+            held[0]._links[1].close()
+            with pytest.raises(OperationAborted, match="the round has ended there"):
+                await last
 
 
 async def test_what_needs_a_link_that_is_not_there_is_a_mistake_with_a_sentence() -> None:
