@@ -110,12 +110,8 @@ class FaultInjector:
             if node.alive:
                 self.sim.world.after(self.rng.uniform(0.0, 0.05), f"power {node.peer_id}", self._lose_power, node)
             if self.rng.random() < 0.9:
-                self.sim.world.after(
-                    self.rng.uniform(0.5, self.sim.options.power_return_s),
-                    f"restart {node.peer_id}",
-                    self._restart,
-                    node,
-                )
+                after_s = self.rng.uniform(0.5, self.sim.options.power_return_s)
+                self.sim.world.after(after_s, f"restart {node.peer_id}", self._restart, node)
         self.sim.world.after(self.rng.uniform(0.0, 0.05), "power coordinator", self._lose_coordinator)
 
     def _lose_power(self, node: "PeerNode") -> None:

@@ -88,22 +88,17 @@ class History:
 
     def persisted(self, record: Record, now: float) -> None:
         match record:
-            case CommitRecord():
-                self.has_begun = True
-            case RebuildRecord(certificate=certificate) | RollbackRecord(certificate=certificate):
-                self.has_begun = certificate is not None
-            case _:
-                pass
-        match record:
             case Genesis():
                 demand(self.newest is None, "I3", "a second genesis")
                 self.newest = Held(record.outer_step, record.digest)
                 self.states[record.outer_step] = record.digest
                 self.lineage.genesis = record
-            case RebuildRecord():
+            case RebuildRecord(certificate=certificate):
                 self._rebuilt(record)
-            case RollbackRecord():
+                self.has_begun = certificate is not None
+            case RollbackRecord(certificate=certificate):
                 self._rolled_back(record)
+                self.has_begun = certificate is not None
             case ViewRecord(view=view):
                 demand(view.epoch > self._epoch, "I8", "epoch {} is not newer", view.epoch)
                 self._epoch = view.epoch
@@ -123,7 +118,7 @@ class History:
                 self.states[step] = record.digest
                 self.commits[record.key] = record
                 self.lineage.committed(record)
-                self.final = record.final
+                self.final, self.has_begun = record.final, True
             case LeaseRecord():
                 self.grants.add((record.ref, record.serial))
             case BarRecord(bar=bar):

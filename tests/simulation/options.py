@@ -372,9 +372,9 @@ class Options:
         made = self.with_(alone_leave_rate=0.1 if rng.random() < 0.08 else 0.0)
         made = made.with_(hoards=random.Random(f"hoards of {seed}").random() < 0.06)
         rng = random.Random(f"more rare options of {seed}")
-        # Of a liar and the one that it blames one is out by turns, for longer each time: then no commit may ever begin.
         if self.power_cut_rate and rng.random() < 0.5:  # a minority is back long before the others
             made = made.with_(power_return_s=60.0, safety_s=max(60.0, self.safety_s))
+        # Of a liar and the one that it blames one is out by turns, for longer each time: then no commit may ever begin.
         has_many = not self.lie and rng.random() < 0.25
         return made.with_(start_peers=min(self.num_peers, rng.randint(2, 6))) if has_many else made
 
