@@ -15,8 +15,8 @@ from isthmus.elastic.core.messages import (
     Vote,
 )
 from isthmus.elastic.core.records import LeaseRecord, Record
+from tests.unit.elastic.liars.members import Members, members
 from tests.unit.elastic.machines import CoordinatorDriver, held, key, ref
-from tests.unit.elastic.test_liars import Members, members
 
 ROUND = 10
 MOST = (MAX_ROUNDS_OWNED + SPARE_ROUNDS) * ROUND
