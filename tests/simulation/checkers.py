@@ -7,7 +7,6 @@ keep their own, deliberately simple books and never ask a machine whether it is 
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from math import inf
 from typing import TYPE_CHECKING
 
 from isthmus.collective.core.types import PeerId, PeerRef, RoundKey, View
@@ -27,7 +26,6 @@ from isthmus.elastic.core.messages import (
     Synced,
     Vote,
 )
-from isthmus.elastic.core.place import Phase
 from isthmus.elastic.core.records import (
     CommitRecord,
     LeaseRecord,
@@ -44,7 +42,6 @@ from tests.simulation.history import Admissions, History, SharedState
 from tests.simulation.leavers import Leavers, Patient
 from tests.simulation.lies import Lies
 from tests.simulation.methods import Met, samples_per_round
-from tests.simulation.options import PATIENT_S
 from tests.simulation.patience import Patience
 from tests.simulation.reasons import Reasons
 from tests.simulation.rebuilds import Certificates
@@ -58,24 +55,19 @@ if TYPE_CHECKING:
     from tests.simulation.simulator import Simulator
 
 
-LIVENESS_S = 120.0
-"""Virtual time in which a healed run must have shown that it goes on."""
-PAUSE_S = 1200.0
-"""Virtual time in which the pause of who was awaited in vain is over: nine times the longest wait."""
-NUM_LIVE_COMMITS = 3
 MOST_ROUNDS = 30
 """No peer is given the work of so many rounds at once."""
 
 
 class Checkers:
-    """The nodes tell this one; it tells the others. It also judges the end of a seed (I4)."""
+    """The nodes tell this one; it tells the others. endings.py judges the end of a seed."""
 
     def __init__(self, sim: "Simulator") -> None:
         self._sim = sim
         self.history = History()
         self._state = SharedState(self.history)
         self._work = Contributions(self.history)
-        self._leases = Leases(MOST_ROUNDS * samples_per_round(sim.options))
+        self.leases = Leases(MOST_ROUNDS * samples_per_round(sim.options))
         self._courses = Courses(sim)
         self._lies = Lies(sim)
         self._admissions = Admissions(self.history, sim)
@@ -97,13 +89,13 @@ class Checkers:
             round_work=sim.coordinator_config.round_inner_steps,
         )
         self._epochs: dict[PeerRef, int] = {}
-        self._exits: list[tuple[PeerRef, Finish]] = []
-        self._halted = False
+        self.exits: list[tuple[PeerRef, Finish]] = []
+        self.halted = False
         self._said_to_hold: dict[PeerRef, Held] = {}  # to the coordinator's process that runs now
         self._had: defaultdict[PeerRef, set[bytes]] = defaultdict(set)  # what each start has held or staged
-        self._leavers = Leavers(sim, self.history, self._had)
+        self.leavers = Leavers(sim, self.history, self._had)
         self._patient = Patient(sim)
-        self._news = True  # something happened that may end the seed
+        self.news = True  # something happened that may end the seed
 
     # ------------------------------------------------------------------------ the coordinator
 
@@ -112,12 +104,12 @@ class Checkers:
         self.certificates.coordinator_started()
         self._said_to_hold.clear()
         self._words.coordinator_started()
-        self._leavers.coordinator_started()
+        self.leavers.coordinator_started()
         self._blame.coordinator_started()
         self._entries.coordinator_started()
         self._lies.coordinator_started()
         self._reasons.coordinator_started(machine.state.outer_step)
-        self._halted = False  # a halt is no record: whoever starts everything again wants the run to go on
+        self.halted = False  # a halt is no record: whoever starts everything again wants the run to go on
         self._sim.marks.coordinator_started(len(self._sim.coordinator.journal))
 
     def coordinator_settled(self, machine: CoordinatorMachine) -> None:
@@ -125,7 +117,7 @@ class Checkers:
         self._entries.looked(self._sim.coordinator.awake_s())
 
     def persisted(self, record: Record) -> None:
-        self._news = True
+        self.news = True
         views = self.history.views
         before, quorum = views[-1] if views else None, self._sim.quorum
         self.history.persisted(record, self._sim.world.now)
@@ -136,7 +128,7 @@ class Checkers:
                 self._sim.world.say("view", view.epoch, [name(member.ref) for member in view.members], record.cause)
                 self._lies.view_decided(record)
                 self._work.view_decided(view, excused)
-                self._leases.view_decided(view, excused)
+                self.leases.view_decided(view, excused)
                 self.patience.view_decided(view, excused)
                 self._admissions.view_decided(view, before)
                 self._blame.view_decided(record, before)
@@ -152,22 +144,22 @@ class Checkers:
                 payloads = self._work.committed(record, before)
                 self._courses.committed(record, payloads)
                 self._lies.committed(record, before, payloads)
-                self._leases.consumed(record)
+                self.leases.consumed(record)
                 self.patience.committed(record)
                 self._blame.committed(record)
                 self._words.committed(record)
                 self._entries.committed(record)
             case LeaseRecord():
-                self._leases.granted(record)
+                self.leases.granted(record)
             case ReleaseRecord():
-                self._leases.released(record)
+                self.leases.released(record)
             case (RebuildRecord(epoch=epoch) | RollbackRecord(epoch=epoch)) as record:
                 witnesses = record.testified if isinstance(record, RebuildRecord) else record.holders
                 self._sim.world.say("goes back", epoch, self.history.newest, [name(ref) for ref in witnesses])
                 self._state.rebuilt(record)
                 self._work.rebuilt(record)
                 self._lies.rebuilt()
-                self._leases.rebuilt(self.history.lineage.commits)
+                self.leases.rebuilt(self.history.lineage.commits)
                 self._courses.rebuilt(self.history.lineage.commits)
                 self.patience.rebuilt()
                 self._blame.rebuilt(record)
@@ -189,12 +181,12 @@ class Checkers:
         """The machine is about to hear that this connection is gone."""
         self._reasons.lost(sender)
         self._entries.lost(sender)
-        self._leavers.connection_lost(sender)
+        self.leavers.connection_lost(sender)
 
     def decided(self, effects: Sequence[CoordinatorEffect]) -> None:
         """What the coordinator is about to do."""
         self._reasons.decided(effects)
-        self._leavers.decided(effects)
+        self.leavers.decided(effects)
         for effect in effects:
             match effect:
                 case Persist(record=ViewRecord() as record):
@@ -207,7 +199,7 @@ class Checkers:
     def brought(self, sender: PeerRef, message: PeerMessage) -> None:
         self.certificates.brought(sender, message)
         self._words.brought(sender, message)
-        self._leavers.brought(sender, message)
+        self.leavers.brought(sender, message)
         self._entries.brought(sender, message)
         self._reasons.brought(sender, message)
         match message:
@@ -217,7 +209,7 @@ class Checkers:
                 self._blame.reported(sender, message)
                 self._lies.reported(sender, message)
             case LeaseRequest():
-                self._leases.requested(sender, message)
+                self.leases.requested(sender, message)
             case Join(held=held) | Synced(held=held) if held is not None:
                 self._said_to_hold[sender] = held
             case _:
@@ -247,7 +239,7 @@ class Checkers:
                 self.history.told(to, message)
             return
         self.history.told(to, message)
-        self._leavers.told(to, message)
+        self.leavers.told(to, message)
         self.certificates.told(message)
         self._words.told(to, message)
         sessions = [] if (machine := self._sim.coordinator.machine) is None else machine._roster.sessions.values()
@@ -255,11 +247,11 @@ class Checkers:
         if isinstance(message, Goodbye):
             self._said_to_hold.pop(to, None)  # it takes that with it, and may
         if isinstance(message, LeaseGrant):
-            self._leases.told(to, message)
+            self.leases.told(to, message)
         if isinstance(message, Refused) and "by the operator" in message.reason:
             self.certificates.turned_away(to)
         if isinstance(message, Refused) and "results differ" in message.reason:
-            self._halted = True
+            self.halted = True
         self._sim.marks.told(to, message)
         self._lies.told(to, message, self.history.views[-1] if self.history.views else None)
 
@@ -277,22 +269,22 @@ class Checkers:
         self.certificates.knows(node, message)
 
     def started(self, node: "PeerNode") -> None:
-        self._news = True
+        self.news = True
         self.certificates.started(node)
         self._epochs[node.ref] = -1
         if node.state is not None:
             self._had[node.ref].add(node.state.held.digest)
 
     def stopped(self, node: "PeerNode") -> None:
-        self._news = True
+        self.news = True
         self._work.gone(node.ref)
         self._courses.gone(node.ref)
         self._sim.marks.peer_ended(node)
 
     def finished(self, node: "PeerNode", effect: Finish) -> None:
-        self._news = True
+        self.news = True
         self._sim.marks.finished(effect)
-        self._exits.append((node.ref, effect))
+        self.exits.append((node.ref, effect))
         is_copied = node in self._sim.were_copied and "copy" in effect.reason
         wrong = self._sim.has_wrong_manifest(node)
         may_be_refused = wrong or is_copied or self.history.may_be_refused(node.ref)
@@ -329,16 +321,16 @@ class Checkers:
         self._epochs[node.ref] = view.epoch
 
     def became_active(self, node: "PeerNode", view: View) -> None:
-        self._news = True
+        self.news = True
         if self._sim.has_wrong_manifest(node):
             raise Violation("I5", f"{name(node.ref)} has another manifest")
         self._state.active(node, view)
 
     def hangs_or_not(self) -> None:
-        self._news = True
+        self.news = True
 
     def became_learner(self, node: "PeerNode", effect: BecomeLearner) -> None:
-        self._news = True
+        self.news = True
         self._sim.marks.learner(effect)
         self._work.given_up(node, self._epochs[node.ref])
         self._courses.gone(node.ref)
@@ -407,84 +399,3 @@ class Checkers:
             return node.disk.state is not None and node.disk.state.held == newest
         states = [node.state, node.staged[1] if node.staged is not None else None]
         return any(state is not None and state.held == newest for state in states)
-
-    def converge(self) -> str:
-        """I4: the healed run goes on, or tells everybody why it cannot."""
-        first = len(self.history.commits)
-        end, paused_at = "", -inf
-
-        def has_come_to_an_end() -> bool:
-            nonlocal end, paused_at
-            if self._news:
-                self._news = False
-                end = self._end(first)
-                paused_at = sim.world.now if self._pauses() else paused_at
-            return bool(end)
-
-        sim, deadline = self._sim, self._sim.world.now + LIVENESS_S
-        if not sim.world.run_until(deadline, stop=has_come_to_an_end):
-            # Who was awaited in vain stays out for a while, or did until a moment ago (seed 70234), and where patience
-            # with who stands still is long, each wait for it takes its time (seed 60465); the others have to go on
-            # meanwhile.
-            while (
-                (sim.world.now < paused_at + LIVENESS_S or sim.options.stall_floor_s > PATIENT_S)
-                and len(self.history.commits) > first + NUM_LIVE_COMMITS
-                and sim.world.now < deadline + PAUSE_S
-            ):
-                if sim.world.run_until(sim.world.now + LIVENESS_S, stop=has_come_to_an_end):
-                    break
-        if not end:
-            phases = {name(node.ref): node.machine.phase.value if node.machine else "-" for node in sim.peers.values()}
-            num_commits = len(self.history.commits) - first
-            raise Violation("I4", f"healed, but it does not go on: {num_commits} commits, {phases}")
-        if end in ("goes on", "waits for a quorum"):
-            machine = sim.coordinator.machine
-            assert machine is not None, "nothing strikes the coordinator any more"
-            leases = machine.state.leases
-            self._leases.at_rest(leases.next_index, sum(len(item) for item in leases.free))
-        return end
-
-    def _pauses(self) -> bool:
-        """Whether somebody is not active because the coordinator lets it pause."""
-        machine, history = self._sim.coordinator.machine, self.history
-        if machine is None or history.newest is None:
-            return False
-        idle = [
-            node for node in self._sim.core() if node.machine is not None and node.machine.phase is not Phase.ACTIVE
-        ]
-        step, now = history.newest.outer_step, self._sim.world.now
-        return not all(machine._pauses.is_over(node.ref, step, now) for node in idle)
-
-    def _out_of_reach(self) -> list["PeerNode"]:
-        """The members, if nobody can dial any of them: whoever fetches dials, so the others cannot come in again."""
-        refs = {member.ref for member in self.history.members()}
-        members = [node for node in self._sim.peers.values() if node.ref in refs and node.is_up]
-        return members if all(node.undialled_by and not node.stands_still for node in members) else []
-
-    def _end(self, first: int) -> str:
-        """In which legitimate end the run has come to rest; empty while it has not."""
-        if any(ghost.is_up for ghost in self._sim.ghosts):
-            return ""  # an older start has not been told yet
-        sim, core, newest = self._sim, self._out_of_reach() or self._sim.core(), self.history.newest
-        if self.history.final or self._halted or not core:
-            if any(node.is_up and not node.stands_still and node not in core for node in sim.peers.values()) or core:
-                return ""  # somebody has not been told yet
-            if self.history.final or self._halted:
-                return "final" if self.history.final else "halted for its integrity"
-            codes = {effect.code for ref, effect in self._exits if sim.peers[ref.peer_id].ref == ref}
-            demand(codes <= {4, 5, 7, 9, 20}, "I4", f"a run without peers ended with {codes}")
-            if 7 in codes:
-                self._leavers.lost(self._exits)
-            return "lost, and said so" if 7 in codes else "everybody left"
-        if sim.coordinator.is_writing:
-            return ""  # the machine is ahead of its journal
-        if newest is None or sim.coordinator.machine is None or sim.coordinator.machine.is_rebuilding:
-            return ""  # the journal was lost, and the active ones have not heard yet
-        if not all(node.machine is not None and node.machine.phase is Phase.ACTIVE for node in core):
-            return ""
-        if len(core) < sim.quorum:
-            return "waits for a quorum"  # somebody left for good
-        refs = {node.ref for node in core}
-        records = list(self.history.commits.values())[first:]
-        joint = [record for record in records if refs <= {item.ref for item in record.contributions}]
-        return "goes on" if len(joint) >= NUM_LIVE_COMMITS else ""

@@ -3,7 +3,7 @@
 
 Safety phase: whatever the options allow strikes at random; the checkers watch every step. Then everything heals,
 what is down comes up (or stays down for good), and the run must go on: `NUM_LIVE_COMMITS` further commits by all
-peers that are up, within `LIVENESS_S` of virtual time (checkers.py). A run that nobody can continue, because every
+peers that are up, within `LIVENESS_S` of virtual time (endings.py). A run that nobody can continue, because every
 holder of the committed state is gone for good, must say so to everybody within the same time.
 """
 
@@ -17,6 +17,7 @@ from tests.simulation.bulk import Bulk
 from tests.simulation.checkers import Checkers
 from tests.simulation.control import Control
 from tests.simulation.coordinator_node import CoordinatorNode
+from tests.simulation.endings import Endings
 from tests.simulation.faults import FaultInjector
 from tests.simulation.marks import Marks
 from tests.simulation.methods import plan_of, samples_per_round
@@ -214,7 +215,7 @@ class Simulator:
         for node in self.peers.values():
             if node.undialled_by and (node.ref in members or node.peer_id == first):
                 self.bulk.becomes_dialable(node)
-        return self.checkers.converge()
+        return Endings(self, self.checkers).converge()
 
     def _can_do_without(self, node: PeerNode) -> bool:
         """Whether this peer may stay out of reach: it gave nothing yet, and nobody else will make way.
