@@ -8,7 +8,6 @@ vain several times in a row stays out for twice as many commits each time. A run
 its state.
 """
 
-from collections import Counter
 from collections.abc import Callable, Collection
 
 from isthmus.collective.core.types import PeerId, PeerRef, View
@@ -58,9 +57,7 @@ class Entries:
         self._apart: set[frozenset[PeerRef]] = set()  # had no link in some view
         self._together: set[frozenset[PeerRef]] = set()  # were in one view
         self._members: set[PeerRef] = set()
-        self._here: Counter[PeerRef] = (
-            Counter()
-        )  # how often each has said so, less the connections that were lost since
+        self._here: set[PeerRef] = set()  # have said something, and no connection of theirs was lost since
         self._held: set[tuple[PeerRef, Held]] = set()  # as they have said
         self._learners: set[PeerRef] = set()  # welcome, and not sent away since
         self._leaving: set[PeerRef] = set()  # will be no members any more
@@ -91,13 +88,13 @@ class Entries:
             self._held.add((sender, held))
 
     def lost(self, sender: PeerRef) -> None:
-        """A connection of it is gone, perhaps one that it had before the newest (seed 1735)."""
-        self._here[sender] -= 1
+        """A connection of it is gone. That may be an older one: then it goes on speaking (seed 1735)."""
+        self._here.discard(sender)
 
     def brought(self, sender: PeerRef, message: PeerMessage) -> None:
+        self._here.add(sender)
         match message:
             case Join(held=held):
-                self._here[sender] += 1
                 self._hold(sender, held)
             case Synced(held=held):
                 self._hold(sender, held)
@@ -152,7 +149,7 @@ class Entries:
         self.looked(now)
         made = {item.ref.peer_id for item in given_up.contributions}
         named = made | {ref.peer_id for ref, held in self._held if held.digest == given_up.digest}
-        num_here = len(named & {ref.peer_id for ref, times in self._here.items() if times > 0})
+        num_here = len(named & {ref.peer_id for ref in self._here})
         is_long = self._without_s >= self._orphan_s - 1e-6
         said = f"{num_here} of {len(named)} are here when their commit is given up"
         demand(2 * num_here >= len(named) or is_long, "I3", f"{said}, {self._without_s:.1f} s after the last member")

@@ -372,8 +372,9 @@ class Options:
         made = self.with_(alone_leave_rate=0.1 if rng.random() < 0.08 else 0.0)
         made = made.with_(hoards=random.Random(f"hoards of {seed}").random() < 0.06)
         rng = random.Random(f"more rare options of {seed}")
-        if self.power_cut_rate and rng.random() < 0.5:  # a minority is back long before the others
-            made = made.with_(power_return_s=60.0, safety_s=max(60.0, self.safety_s))
+        if self.power_cut_rate and rng.random() < 0.5:  # a minority is back long before the others, without the newest
+            rare = {"power_cut_rate": 0.03, "checkpoint_every": 3, "crash_rate": self.crash_rate / 4}
+            made = made.with_(power_return_s=60.0, safety_s=max(60.0, self.safety_s), **rare)
         # Of a liar and the one that it blames one is out by turns, for longer each time: then no commit may ever begin.
         # Even seeds have few kinds of faults (`_or_few`), and keep to them.
         has_many = seed % 2 == 1 and not self.lie and rng.random() < 0.5
