@@ -7,6 +7,7 @@ I4 an operation ends; who hangs or is cut off is suspected in time, and nobody i
 I9 what a peer must hold back is bounded.
 """
 
+import math
 from collections import Counter
 from typing import TYPE_CHECKING, NoReturn
 
@@ -139,7 +140,8 @@ class RoundChecker:
         for rank in ranks:
             other = self.sim.peers[operation.view.members[rank].peer_id]
             # The side that waits cannot dial, and the other one does not before it has a round that needs it.
-            is_idle = cause == "connection lost" and not operation.machine.has_opened(rank)
+            idle_until = operation.seen_open_at.get(rank, math.inf) + REDIAL_S + FIRST_CONTACT_S
+            is_idle = cause == "connection lost" and self.sim.world.now < idle_until
             self.counters["idle members blamed"] += is_idle
             if not is_idle and not self._has_excuse(operation, other):
                 self._fail("I4", operation, f"blames {other.name}, with which nothing is wrong: {cause}")

@@ -75,6 +75,7 @@ class Operation:
             other: peer.parts.watch(LIMITS, now) for other, bundle in enumerate(self.bundles) if bundle is not None
         }
         self._broken_since: dict[int, float] = {}
+        self.seen_open_at: dict[int, float] = {}
 
     def start(self) -> None:
         self._run(self.machine.start())
@@ -169,6 +170,8 @@ class Operation:
                 bundle.repair()
             watch.forgive(late_s if late_s > SIGN_EVERY_S else 0.0)
             owes = self.concerns(rank) and self.machine.has_opened(rank)
+            if self.machine.has_opened(rank):
+                self.seen_open_at.setdefault(rank, now)
             owes_now = self.owes_now(rank)
             watch.observe(
                 heard=bundle.heard,
