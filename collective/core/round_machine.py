@@ -147,7 +147,7 @@ class RoundMachine:
     def hears_through(self, rank: int) -> bool:
         """Whether this member may still have to tell us that one has come with which we have no link.
 
-        Nothing of its own need be missing, so it is not blamed for that. But what it told may be lost with a link.
+        Nothing of its own need be missing, so `waiting_for` does not name it. But what it told may be lost with a link.
         """
         return any(not self._opened[other] and self.hears_of(other, via=rank) for other in self._unlinked)
 
